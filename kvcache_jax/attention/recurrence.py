@@ -1,7 +1,7 @@
 """Recurrent layers on a cache: what a model calls in place of attention.
 
-A token's output is computed from its row's last point and the entries since; it adds its own entry. Nothing is
-read after something was written in the same layer, so that a donated step copies no pool.
+A token's output is computed from its row's last point and the entries since; it adds its own entry. Nothing
+is read after something was written in the same layer, so that a donated step copies no pool.
 """
 
 import functools
@@ -29,10 +29,10 @@ from kvcache_jax.layers.recurrent import Arrays, Part, Recurrent
 def recurrence(
     cache: Cache, layer: Layer, new: Mapping[str, jax.Array], step: Step, *, weights: Any = None
 ) -> tuple[Cache, jax.Array]:
-    """Computes the new tokens of one recurrent layer and stores what later steps read: what a model's layer calls.
+    """Computes the new tokens of one recurrent layer and stores its states: what a model's layer calls.
 
-    Each row goes on from the state after the tokens that it held before the step. Go on with the returned cache.
-    The layer is not differentiable.
+    Each row goes on from the state after the tokens that it held before the step. Go on with the returned
+    cache. The layer is not differentiable.
 
     Args:
       cache: Not changed, unless donated.
@@ -47,18 +47,20 @@ def recurrence(
     Raises:
       ValueError, TypeError: the layer is not recurrent, or shapes or dtypes do not fit.
     """
-    place, config = arguments.located(cache, layer, step), cache.config
+    place, config = arguments.located(cache, layer, step, has_keys=False), cache.config
     kind = config.groups[place.group_id].kind
     if not isinstance(kind, Part):
         raise ValueError(
-            f"layer is {layer!r}, {kind.label}, expected a recurrent layer: call attention(cache, {layer!r}, q, k, "
-            "v, step)"
+            f"layer {layer!r} is {kind.label}, expected a recurrent one: one of keys and values is called "
+            f"by attention(cache, {layer!r}, q, k, v, step)"
         )
     tokens = step.positions.shape
     for name, values in new.items():
         shape = getattr(values, "shape", None)
         if shape is None or shape[: len(tokens)] != tokens:
-            raise ValueError(f"{name} has shape {shape}, expected {(*tokens, '...')}: the step's tokens first")
+            raise ValueError(
+                f"{name} has shape {shape}, expected {(*tokens, '...')}: the step's tokens first"
+            )
     arguments.refuse_shared_cache("new", jax.tree.leaves(dict(new))[0], cache)
     groups = parts_of(config, place.group_id)
     pools = tuple(cache.pools[g] for g in groups)
@@ -82,7 +84,7 @@ def _advance(
     plan: RecurrentPlan,
     slots: jax.Array,
 ) -> tuple[tuple[KVPool, ...], jax.Array]:
-    """Advances the rows of a step, then writes entries and points; `layer` i32[] is the index in the groups."""
+    """Advances the rows of a step, then writes entries and points of a layer, by its index in the groups."""
     kinds = tuple(config.groups[g] for g in groups)
     tokens, num_tokens = slots.shape, slots.size
     is_token = plan.token < num_tokens
@@ -135,9 +137,7 @@ def _points(
     return {name: get_at(x, rows, 0) for name, x in pool.arrays.items()}
 
 
-def _held(
-    pool: KVPool, group: LayerGroup, layer: jax.Array, plan: RecurrentPlan
-) -> dict[str, jax.Array]:
+def _held(pool: KVPool, group: LayerGroup, layer: jax.Array, plan: RecurrentPlan) -> dict[str, jax.Array]:
     """Reads the entries that count, `[r, W or reach, ...]`; 0 for the others."""
     rows = storage.block_rows(plan.held_ids, layer, pool.num_rows // group.num_layers, pool.num_rows)
     if plan.held_offsets is not None:
@@ -158,38 +158,38 @@ def _advance_rows(
     weights: Any,
     plan: RecurrentPlan,
 ) -> tuple[tuple[KVPool, ...], jax.Array, dict[str, jax.Array]]:
-    """Advances all rows at once; returns the pools, to be written after this, outputs and entries `[n, T, ...]`."""
+    """Advances all rows at once; returns the pools, to be written then, outputs and entries `[n, T, ...]`."""
     kind = _kind_of(groups)
     point = {} if plan.point_ids is None else _points(pools, groups[1], layer, plan.point_ids)
-    read, pools = read_first((point, _held(pools[0], groups[0], layer, plan)), pools)
+    (point, held), pools = read_first((point, _held(pools[0], groups[0], layer, plan)), pools)
     advance = jax.vmap(kind.advance, in_axes=(0, 0, 0, 0, None))
-    out, entries = advance(*read, plan.count, new, weights)
+    out, entries = advance(point, held, plan.count, new, weights)
     return pools, out, _cast(groups[0], entries)
 
 
 def _fold_full(
     groups: tuple[LayerGroup, ...], pools: tuple[KVPool, ...], layer: jax.Array, plan: RecurrentPlan
 ) -> KVPool:
-    """Folds the blocks that the step filled into points, after the group's last layer: a trip a row, all layers.
+    """Folds the blocks that the step filled into points, after the group's last layer: a row's layers a trip.
 
     Most rows of a step fill none: folded in each layer, masked, they would take longer than all the rest.
     """
     kind, (entry_pool, point_pool) = _kind_of(groups), pools
-    assert plan.is_full is not None and plan.point_ids is not None
-    assert plan.full_ids is not None and plan.new_point_ids is not None
+    assert plan.is_full is not None
+    places = plan.point_ids, plan.full_ids, plan.new_point_ids
     order = jnp.argsort(~plan.is_full, stable=True)
     is_last = layer == groups[1].num_layers - 1
     num_trips = jnp.where(is_last, jnp.sum(plan.is_full, dtype=jnp.int32), 0)
 
     def fold_row(nth: jax.Array, pool: KVPool) -> KVPool:
-        row = order[nth]
-        at = storage.rows_of_all_layers(pool, groups[1], plan.point_ids[row])
+        point_id, full_id, new_point_id = jax.tree.map(lambda ids: ids[order[nth]], places)
+        at = storage.rows_of_all_layers(pool, groups[1], point_id)
         point = {name: get_at(x, at, 0) for name, x in pool.arrays.items()}
-        at = storage.rows_of_all_layers(entry_pool, groups[0], plan.full_ids[row])
+        at = storage.rows_of_all_layers(entry_pool, groups[0], full_id)
         entries = {name: get_at(x, at, 0) for name, x in entry_pool.arrays.items()}
         folded = _cast(groups[1], jax.vmap(kind.fold)(point, entries))
         folded, pool = read_first(folded, pool)
-        at = storage.rows_of_all_layers(pool, groups[1], plan.new_point_ids[row])
+        at = storage.rows_of_all_layers(pool, groups[1], new_point_id)
         return KVPool(arrays={name: set_at(x, at, folded[name]) for name, x in pool.arrays.items()})
 
     return lax.fori_loop(0, common_bound(num_trips), fold_row, point_pool)
@@ -233,10 +233,9 @@ def _scan_trips(
         pool = KVPool(arrays={name: set_at(x, rows, folded[name]) for name, x in pool.arrays.items()})
         return (point, entries, pool), (out, added)
 
-    point_pool = pools[1] if has_points else None
-    first = {} if not has_points else jax.tree.map(lambda x: jnp.zeros_like(x[0]), point_pool.arrays)
-    carry = first, jax.tree.map(lambda x: jnp.zeros_like(x[0]), held), point_pool
-    (_, _, point_pool), (out, added) = lax.scan(trip, carry, (plan, held, new))
+    point_pool = pools[1] if has_points else KVPool(arrays={})
+    zeros = jax.tree.map(lambda x: jnp.zeros_like(x[0]), (point_pool.arrays, held))
+    (_, _, point_pool), (out, added) = lax.scan(trip, (*zeros, point_pool), (plan, held, new))
     return (pools[0], point_pool)[: len(pools)], out, added
 
 

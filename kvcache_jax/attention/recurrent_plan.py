@@ -1,4 +1,4 @@
-"""The plan of a step's recurrent layers: the states that its rows start from, and the trips of a long step."""
+"""The plan of a step's recurrent layers: the states that rows start from, and the trips of a long step."""
 
 import jax
 import jax.numpy as jnp
@@ -65,16 +65,14 @@ def plan_recurrence(control: Control, step: Step, group_id: int, config: CacheCo
     )
 
 
-def _trips(
-    step: Step, group: LayerGroup
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
+def _trips(step: Step, group: LayerGroup) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
     """Cuts the tokens of a step into trips, each of tokens of one block of a row.
 
     Blocks are counted from the row's beginning, so that a row computes the same in steps of any lengths.
 
     Returns:
-      Per trip i32[r] the entry of the step, the position of the first token, the number of tokens, and the first
-      token's place in the step; and bool[r], the trip goes on where the one before ended.
+      Per trip i32[r] the entry of the step, the position of the first token, the number of tokens, and the
+      first token's place in the step; and bool[r], the trip goes on where the one before ended.
     """
     block_size, num_entries = group.block_size, step.seq_ids.shape[0]
     if step.cu_query_lens is None:

@@ -143,7 +143,7 @@ def move_tokens(pool: KVPool, group: LayerGroup, moves: TokenMoves) -> KVPool:
 def read_tokens(values: jax.Array, array: BlockArray, rows: jax.Array, offsets: jax.Array) -> jax.Array:
     """Reads tokens `[n, heads, t]` of an array's blocks, `[heads, n, t, ...]`; 1 head where it has none."""
     if array.head_axis is None:
-        places = (rows[:, 0], *[slice(None)] * array.token_axis, offsets[:, 0])
+        places = (rows[:, 0], *array.before_tokens, offsets[:, 0])
         return values.at[places].get(mode="clip")[None]
     head_position = 1 + array.head_axis
     if axis_of_types({"": values}, {"": head_position}) is None:
@@ -151,9 +151,9 @@ def read_tokens(values: jax.Array, array: BlockArray, rows: jax.Array, offsets: 
         # gather it reads in another one, of a copy.
         heads = lax.broadcasted_iota(jnp.int32, (1, values.shape[head_position], 1), 1)
         at: list[Any] = [rows, *[slice(None)] * (values.ndim - 1)]
-        at[head_position], at[1 + array.token_axis] = heads, offsets
+        at[head_position], at[1 + array.axis_of_tokens] = heads, offsets
         return jnp.moveaxis(values.at[tuple(at)].get(mode="clip"), 1, 0)
-    token_axis = array.token_axis - (array.head_axis < array.token_axis)
+    token_axis = array.axis_of_tokens - (array.head_axis < array.axis_of_tokens)
 
     def of_head(values: jax.Array, rows: jax.Array, offsets: jax.Array) -> jax.Array:
         return values.at[(rows, *[slice(None)] * token_axis, offsets)].get(mode="clip")

@@ -73,7 +73,7 @@ def _stored(group: LayerGroup, pool: KVPool, new: Mapping[str, jax.Array]) -> di
         )
     for name, array in group.arrays:
         values, (_, *shape) = encoded[name], pool.arrays[name].shape
-        expected = num_tokens, *shape[: array.token_axis], *shape[array.token_axis + 1 :]
+        expected = num_tokens, *shape[: array.token_axis], *shape[array.axis_of_tokens + 1 :]
         is_cast = jnp.issubdtype(values.dtype, jnp.floating) and jnp.issubdtype(array.dtype, jnp.floating)
         if values.shape != expected or not (is_cast or values.dtype == array.dtype):
             raise ValueError(
@@ -140,7 +140,7 @@ def _places(
     """Finds the slots in the pool's arrays, past the end of the first axis for nowhere: an index by name."""
     block_ids, offset = quotient(slots, group.block_size), remainder(slots, group.block_size)
     block = block_rows(block_ids, layer, pool.num_rows // group.num_layers, pool.num_rows)
-    return {name: (block, *[slice(None)] * array.token_axis, offset) for name, array in group.arrays}
+    return {name: (block, *array.before_tokens, offset) for name, array in group.arrays}
 
 
 def _store_fwd(name, head_axis, group, pool, new, slots, layer):
@@ -299,7 +299,7 @@ def load_blocks(
                 tile, head = tile[None], 0
             else:
                 head = 2 + array.head_axis
-            token = 2 + array.token_axis + (array.head_axis is None)
+            token = 2 + array.axis_of_tokens + (array.head_axis is None)
             tile = jnp.moveaxis(tile, (head, token), (0, 3))
             rest = tile.shape[4:]
         return tile.reshape(tile.shape[0], rows.shape[0], -1, *rest)
@@ -312,8 +312,8 @@ def as_blocks(tile: jax.Array, array: BlockArray, block_size: int) -> jax.Array:
     num_heads, num_rows = tile.shape[:2]
     tile = tile.reshape(num_heads, num_rows, -1, block_size, *tile.shape[3:])
     if array.head_axis is None:
-        return jnp.moveaxis(tile[0], 2, 2 + array.token_axis)
-    return jnp.moveaxis(tile, (0, 3), (2 + array.head_axis, 2 + array.token_axis))
+        return jnp.moveaxis(tile[0], 2, 2 + array.axis_of_tokens)
+    return jnp.moveaxis(tile, (0, 3), (2 + array.head_axis, 2 + array.axis_of_tokens))
 
 
 def keys_values_of(group: LayerGroup, tile: Mapping[str, jax.Array], weights: Any) -> KeysValues:

@@ -63,7 +63,8 @@ class Dropping(Extra):
             object.__setattr__(self, "max_sink_len", static_count("max_sink_len", self.max_sink_len, 1))
 
     def check(self, config: CacheConfig) -> None:
-        """Refuses a `max_sink_len` that the config cannot serve."""
+        """Refuses layers of states, and a `max_sink_len` that the config cannot serve."""
+        config.refuse_states("tokens to be dropped")
         if self.max_sink_len is None:
             return
         if config.enable_prefix_caching:

@@ -226,9 +226,11 @@ def pool_of(cache: Cache, group_id: int) -> KVPool:
     return jax.tree.map(jnp.asarray, cache.pools[group_id])
 
 
-def located(cache: Cache, layer: Any, step: Any) -> Place:
-    """Finds a layer in a cache, for a step of that cache."""
+def located(cache: Cache, layer: Any, step: Any, *, has_keys: bool = True) -> Place:
+    """Finds a layer in a cache, for a step of that cache; of keys and values, unless told otherwise."""
     group_id, index = locate_layer(cache.config, layer)
+    if has_keys:
+        require_keys(cache.config, layer, group_id)
     pool = pool_of(cache, group_id)
     require_step(step, cache)
     return Place(group_id, index, pool)
@@ -239,6 +241,16 @@ def located_to_store(cache: Cache, layer: Any, step: Any) -> Place:
     place = located(cache, layer, step)
     require_own(cache.config, layer, place.group_id)
     return place
+
+
+def require_keys(config: CacheConfig, layer: Any, group_id: int) -> None:
+    """Refuses a layer that keeps states."""
+    kind = config.groups[group_id].kind
+    if not kind.inputs:
+        raise ValueError(
+            f"layer {layer!r} is of {kind.label}, expected a layer of keys and values: a recurrent one is "
+            f"called by recurrence(cache, {layer!r}, new, step)"
+        )
 
 
 def require_own(config: CacheConfig, layer: Any, group_id: int) -> None:

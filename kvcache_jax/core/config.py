@@ -165,6 +165,7 @@ class CacheConfig:
                 "its blocks are the ones that prefixes are found by"
             )
         self._check_partial_hits()
+        self._check_states()
         for group in self.groups:
             check_indices(group)
         for extra in self.extras:
@@ -179,9 +180,7 @@ class CacheConfig:
     def own_layers(self) -> tuple[int, ...]:
         """The model layers that store keys and values of new tokens."""
         kinds = self.layers
-        return tuple(
-            i for i in self._storing_layers if kinds[i].source_len_limit is None and kinds[i].inputs
-        )
+        return tuple(i for i in self._storing_layers if kinds[i].source_len_limit is None and kinds[i].inputs)
 
     @functools.cached_property
     def source_layers(self) -> tuple[int, ...]:
@@ -267,6 +266,29 @@ class CacheConfig:
                 "alone"
             )
 
+    def refuse_states(self, what: str) -> None:
+        """Refuses a feature that changes tokens within rows where layers keep states of all tokens before."""
+        for group in self.row_groups.values():
+            if group.span.is_read_later:
+                raise NotImplementedError(
+                    f"got {what} and layers[{group.layer_ids[0]}] is {group.kind.label}, expected layers of "
+                    "keys and values: a state stands for all tokens before it, and none of them can change"
+                )
+
+    def _check_states(self) -> None:
+        if self.partial_hits:
+            self.refuse_states("partial_hits=True")
+        if not self.enable_prefix_caching:
+            return
+        block_size = self.groups[self.indexed_group].block_size
+        for group in self.snapshot_groups.values():
+            if block_size % group.block_size:
+                raise ValueError(
+                    f"{group.kind.label} layers have blocks of {group.block_size} tokens, and the blocks by "
+                    f"which prefixes are found have {block_size}, expected a multiple: lower the kind's "
+                    "block_size"
+                )
+
     def _check_partial_hits(self) -> None:
         if self.partial_hits and not self.enable_prefix_caching:
             raise ValueError(
@@ -312,8 +334,8 @@ class CacheConfig:
             if num_blocks is not None and num_blocks < self.max_seqs * max_held_blocks:
                 raise ValueError(
                     f"{kind.label} layers have num_blocks = {num_blocks}, expected at least "
-                    f"{self.max_seqs * max_held_blocks}: {max_held_blocks} for each of max_seqs = {self.max_seqs} "
-                    "rows, so that no row waits for a state"
+                    f"{self.max_seqs * max_held_blocks}: {max_held_blocks} for each of max_seqs = "
+                    f"{self.max_seqs} rows, so that no row waits for a state"
                 )
         arrays = kind.arrays(block_size, kind.dtype)
         check_arrays(kind.label, arrays, block_size)

@@ -35,7 +35,7 @@ class Counter(enum.IntEnum):
     TOKEN_HITS = 11
     """Those in reused blocks."""
     TOKENS_WITHOUT_STATE = 12
-    """Tokens of prompts whose keys are cached, and not the states of recurrent layers: they are computed again."""
+    """Tokens of prompts whose keys are cached and not the states of recurrent layers."""
 
 
 def count_events(counters: jax.Array, events: dict[Counter, jax.Array]) -> jax.Array:

@@ -14,14 +14,16 @@ NUM_MARKS = 2
 class Snapshots:
     """A choice of the states that a prefix cache keeps of recurrent layers.
 
-    A snapshot is a published point: with it a prompt that begins alike starts at the point's end. A state is as
+    A snapshot is a published point: with it a prompt that begins alike starts at the point's end. A state is
+      as
     large as the keys of hundreds of tokens, so that not every block gets one.
 
     Attributes:
       at_junctions: Keep the state where the keys that a prompt found end and the states that it found do not
         reach: another prompt parted there, and the next one may part there too.
       at_end: Keep the last state that a prompt's repetition can start from, and the last one of a row that
-        `commit` publishes, from which a conversation goes on. Unless a prompt finds it, it is evicted before others.
+        `commit` publishes, from which a conversation goes on. Unless a prompt finds it, it is evicted before
+        others.
       every: Keep the state after each multiple of so many tokens, too.
       max_bytes: Bytes for snapshots beside the states of the rows. Default: as many as the rows may take.
     """

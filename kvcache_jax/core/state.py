@@ -145,8 +145,8 @@ class GroupLinks:
       block_ids: i32[num_blocks, most per block], of the other group, by their order in the sequence, or
         nowhere (its `num_blocks`).
       indexed_ids: i32[num_blocks of the other group], the published block that each belongs to, or nowhere.
-      is_wanted: bool[num_blocks of the other group], a prompt has asked for the state: other prompts part there, or
-        one started from it. Of published blocks; None for a group without snapshots.
+      is_wanted: bool[num_blocks of the other group], a prompt has asked for the state: other prompts part
+        there, or one started from it. Of published blocks; None for a group without snapshots.
     """
 
     block_ids: jax.Array
@@ -327,16 +327,18 @@ class AttentionPlan:
 
 @pytree_dataclass()
 class RecurrentPlan:
-    """The blocks and tokens that a step's recurrent layers of one kind read and write; shared by all its layers.
+    """The blocks and tokens that a step's recurrent layers of one kind read and write, shared by all of them.
 
-    A narrow step advances all its rows at once. Its rows that fill a block are folded after its last layer. A wide
-    one is scanned, in trips of tokens of one block of one row each; a trip goes on where the trip before ended, or
-    starts from the cache.
+    A narrow step advances all its rows at once. Its rows that fill a block are folded after its last layer. A
+    wide one is scanned, in trips of tokens of one block of one row each; a trip goes on where the trip before
+    ended, or starts from the cache.
 
     Attributes:
-      token: i32[r, t], the tokens of each row or trip in the step's token arrays, flat; past their end for none.
+      token: i32[r, t], the tokens of each row or trip in the step's token arrays, flat; past their end for
+        none.
       num_tokens: i32[r].
-      count: i32[r], entries that the row's block has before its tokens, or tokens in reach of a kind without points.
+      count: i32[r], entries that the row's block has before its tokens, or tokens in reach of a kind without
+        points.
       held_ids: i32[r] the row's block of entries, or i32[r, reach] blocks of the last tokens; or nowhere.
       goes_on: bool[r] of a wide step, the trip starts where the one before ended; None for a narrow step.
       held_offsets: i32[r, reach], places of the last tokens in their blocks, of kinds without points.
@@ -379,12 +381,12 @@ class Step:
       positions: i32[tokens], position in the text, which models rotate by; unspecified without a token.
       slots: per group i32[tokens], `block_id * block_size + offset`; nowhere, as in all of a group of
         sources, is `num_blocks * block_size`.
-      plans: per group AttentionPlan or RecurrentPlan, None for a group that another's plan is for; () for a cache
-        without storage.
+      plans: per group AttentionPlan or RecurrentPlan, None for a group that another's plan is for; () for a
+        cache without storage.
       cu_query_lens: i32[n + 1] of a packed step (as asked, each at most one more than `num_tokens`), or None.
       config: CacheConfig (static), of the cache.
-      follows: bool[n], the entry's tokens follow those of the entry before, in the same row; None where every row
-        has one entry.
+      follows: bool[n], the entry's tokens follow those of the entry before, in the same row; None where every
+        row has one entry.
       shift: i32[tokens], by how many places the text is ahead of the row; None where no row hides tokens.
     """
 

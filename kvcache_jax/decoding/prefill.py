@@ -107,7 +107,7 @@ def prefill(
     cache, fed = feed(forward, params, cache, history, length, **options)
     if cache.config.enable_prefix_caching and length.any():
         rows = row_list(np.flatnonzero(length).tolist(), cache.max_seqs)
-        cache, _ = commit(cache, _with_numbers(fed.logits, rows))
+        cache, _ = commit(cache, _with_numbers(fed.logits, rows), is_end=False)
     return cache, fed
 
 

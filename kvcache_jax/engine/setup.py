@@ -84,7 +84,7 @@ def check_drafts(options: Options, config: CacheConfig, process_logits: Callable
             f"num_drafts is {options.num_drafts}, expected below max_query_len = {config.query_len_limit}"
         )
     for group in config.groups:
-        if group.window is not None and group.max_rollback < options.num_drafts:
+        if not group.span.keeps_all and group.max_rollback < options.num_drafts:
             raise ValueError(
                 f"num_drafts is {options.num_drafts} and a window takes back {group.max_rollback} tokens, "
                 f"expected SlidingWindow(max_rollback={options.num_drafts})"

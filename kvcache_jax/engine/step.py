@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kvcache_jax.arrays.masked_updates import add_at, run_if
+from kvcache_jax.arrays.masked_updates import add_at, get_at, run_if
 from kvcache_jax.attention.attention_plan import plan_attention
 from kvcache_jax.core.state import Step
 from kvcache_jax.decoding.forward import Forward, width_of
@@ -17,7 +17,7 @@ from kvcache_jax.engine.admit import fork_samples, preempt
 from kvcache_jax.engine.draw import draw, next_tokens, write_down
 from kvcache_jax.engine.options import Options
 from kvcache_jax.engine.schedule import Plan, is_unusual, schedule
-from kvcache_jax.engine.state import EngineState, count
+from kvcache_jax.engine.state import EngineState, Phase, count
 from kvcache_jax.operations.commit import commit_rows
 from kvcache_jax.operations.extend import extend
 from kvcache_jax.operations.reserve import extend_reserved, needs, num_free, reserve
@@ -52,7 +52,7 @@ def reserve_prompts(state: EngineState, plan: Plan) -> tuple[EngineState, Step]:
     entries = jnp.stack([rows, jnp.full_like(rows, nobody)], axis=1).reshape(-1)
     lens = jnp.stack([num_new, piece_len - plan.num_tokens], axis=1).reshape(-1)
     tokens = plan.tokens.reshape(-1)
-    has_windows = any(group.window is not None for group in cache.config.groups)
+    has_windows = not all(group.span.keeps_all for group in cache.config.groups)
     if has_windows or cache.config.partial_hits:
         cache, step = extend(cache, lens, num_tokens=tokens.size, seq_ids=entries, tokens=tokens)
     else:  # `allocate` reserved all blocks, and no block of a prompt that is computed is shared
@@ -133,7 +133,9 @@ def _publish(state: EngineState, is_good: jax.Array) -> EngineState:
     if state.cache.control.prefix_index is None:
         return state
     final_len = jnp.where(is_good & state.may_publish, state.cache.context_len, 0)
-    control, _ = commit_rows(state.cache.control, None, final_len, config=state.cache.config)
+    # Only a complete answer is one that a conversation goes on from.
+    is_end = get_at(state.phase, state.row_request, Phase.EMPTY) == Phase.DONE
+    control, _ = commit_rows(state.cache.control, None, final_len, config=state.cache.config, is_end=is_end)
     return dataclasses.replace(state, cache=dataclasses.replace(state.cache, control=control))
 
 

@@ -26,7 +26,19 @@ class BlockArray(NamedTuple):
         """Shape of the entries of one token."""
         if self.token_axis is None:
             return self.shape
-        return self.shape[: self.token_axis] + self.shape[self.token_axis + 1 :]
+        axis = self.axis_of_tokens
+        return self.shape[:axis] + self.shape[axis + 1 :]
+
+    @property
+    def axis_of_tokens(self) -> int:
+        """The axis of tokens, of an array that has one."""
+        assert self.token_axis is not None
+        return self.token_axis
+
+    @property
+    def before_tokens(self) -> tuple[slice, ...]:
+        """The index of all entries along the axes before the tokens' axis."""
+        return (slice(None),) * (self.token_axis or 0)
 
     @property
     def token_head_axis(self) -> int | None:
@@ -45,8 +57,8 @@ def check_arrays(label: str, arrays: Mapping[str, BlockArray], block_size: int) 
         if not isinstance(array, BlockArray):
             raise TypeError(f"{where} is {array!r}, expected a kvcache_jax.BlockArray")
         axes = range(len(array.shape))
-        has_tokens = array.token_axis is not None
-        if has_tokens and (array.token_axis not in axes or array.shape[array.token_axis] != block_size):
+        axis = array.token_axis
+        if axis is not None and (axis not in axes or array.shape[axis] != block_size):
             raise ValueError(
                 f"{where} has shape {array.shape} and token_axis = {array.token_axis}, expected an axis of "
                 f"block_size = {block_size} tokens: a kind whose blocks hold more than an entry per token is "

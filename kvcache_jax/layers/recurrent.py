@@ -1,7 +1,8 @@
 """Recurrent layers: the next token reads a state, which the library keeps as points and entries.
 
-A *point* is the state at the end of a block of W tokens. *Entries* are what each token since then added, so that
-the state after any of them is computed again from the point: a shorter row is a shorter fold, and drafts cost no
+A *point* is the state at the end of a block of W tokens. *Entries* are what each token since then added, so
+that the state after any of them is computed again from the point: a shorter row is a shorter fold, and drafts
+  cost no
 copies of states. A kind without points has a state per token, or reads the last tokens as they are.
 """
 
@@ -24,12 +25,13 @@ class Recurrent(LayerKind):
     """A layer whose tokens read a state of the tokens before them, in place of their keys and values.
 
     A model calls `recurrence(cache, layer, new, step, weights=...)` there. A subclass in one file says what a
-    token stores (`entry`), and computes new tokens from what is held (`advance`). One with points also says what
-    a point stores (`point`) and computes the next one (`fold`); one without says how many tokens before its own a
-    token reads (`reach`): 1 for a state per token, K - 1 for a convolution of K inputs.
+    token stores (`entry`), and computes new tokens from what is held (`advance`). One with points also says
+    what a point stores (`point`) and computes the next one (`fold`); one without says how many tokens before
+    its own a token reads (`reach`): 1 for a state per token, K - 1 for a convolution of K inputs.
 
-    The library asks for one row; it maps or scans what a step has. What is no token is 0, and comes last; what a
-    row lacks at its beginning is 0 too. Results for entries and points are stored in their arrays' dtypes.
+    The library asks for one row; it maps or scans what a step has. What is no token is 0, and comes last;
+    what a row lacks at its beginning is 0 too. Results for entries and points are stored in their arrays'
+    dtypes.
 
     Attributes:
       max_rollback: Tokens that `truncate` may take back, such as drafts.
@@ -60,8 +62,8 @@ class Recurrent(LayerKind):
 
         Args:
           point: The last point, by the names of `point`.
-          held: With points the W entries of the block that the row ends in, of which `count` are there; without
-            the last `reach` entries, the most recent one last.
+          held: With points the W entries of the block that the row ends in, of which `count` are there;
+            without the last `reach` entries, the most recent one last.
           count: i32[].
           new: `[T, ...]`, a model's inputs by name; T is at most W.
           weights: The layer's own.

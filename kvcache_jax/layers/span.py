@@ -64,7 +64,7 @@ class Span:
         return 0 if self.keeps_all else ceil_div(max_query_len, block_size) + 1
 
     def num_read_blocks(self, block_size: int) -> int:
-        """Counts the columns, from `first_column` on, that must be held for the next token; 1 if the rest follow."""
+        """Counts the columns from `first_column` on that are looked at for the next token's blocks."""
         return 1
 
     def is_opening(self, position: jax.Array, block_size: int) -> jax.Array:

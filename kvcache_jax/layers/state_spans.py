@@ -1,8 +1,8 @@
 """The spans of recurrent layers: what a step stores there is read by later steps alone.
 
-Tokens come in blocks of W. A *point* stands for all tokens up to a block's end, an *entry* for one token since the
-last point. A step stores the points and entries that the row's next token reads, and those that it reads after up
-to `max_rollback` fewer tokens: a prefill of any length stores one point.
+Tokens come in blocks of W. A *point* stands for all tokens up to a block's end, an *entry* for one token
+since the last point. A step stores the points and entries that the row's next token reads, and those that it
+reads after up to `max_rollback` fewer tokens: a prefill of any length stores one point.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ class LaterSpan(Span):
 
 @dataclasses.dataclass(frozen=True)
 class Points(LaterSpan):
-    """One entry per block, of all tokens up to its end, written once, by the step in which its last token comes.
+    """One entry per block, of all tokens up to its end, written once, by the step with its last token.
 
     The last point before the next token stays, and those that it reads after a rollback.
     """
@@ -70,7 +70,8 @@ class Points(LaterSpan):
 class Entries(LaterSpan):
     """One entry per token since the last point, which is at the end of the block before.
 
-    A step stores the block of its last token too where that is full: its point is computed from it. Prefixes end
+    A step stores the block of its last token too where that is full: its point is computed from it. Prefixes
+      end
     at points, so that none needs entries.
     """
 

@@ -186,9 +186,7 @@ def allocate_rows(
         control,
         counters=_count_admissions(control, ok, prompts, num_cached, junction, config),
         block_pools=tuple(pools),
-    ), Admission(
-        status=status, num_cached=num_cached, num_items_cached=num_items_cached, junction=junction
-    )
+    ), Admission(status=status, num_cached=num_cached, num_items_cached=num_items_cached, junction=junction)
 
 
 def _marks(
@@ -201,6 +199,7 @@ def _marks(
     end = quotient(jnp.maximum(num_tokens - 1, 0), unit) * unit  # the whole prompt is never a hit
     end = jnp.where(config.snapshots.at_end & (end > num_cached), end, 0)
     junction = jnp.where(config.snapshots.at_junctions, junction, 0)
+    end = jnp.where(end == junction, 0, end)
     return {"marks": jnp.stack([junction, end], axis=1)}
 
 

@@ -24,6 +24,7 @@ from kvcache_jax.arrays.masked_updates import (
     run_if,
     set_at,
 )
+from kvcache_jax.arrays.number_checks import static_flag
 from kvcache_jax.arrays.sharding import as_varied
 from kvcache_jax.blocks import block_pool
 from kvcache_jax.core import arguments
@@ -47,7 +48,11 @@ _BATCH_ON_CPUS, _BATCH_ON_ACCELERATORS = 24, 512
 @takes_one
 @jax.named_scope("kvcache.commit")
 def commit(
-    cache: Cache, seq_ids: IntRows | None = None, *, final_len: IntRows | None = None
+    cache: Cache,
+    seq_ids: IntRows | None = None,
+    *,
+    final_len: IntRows | None = None,
+    is_end: bool = True,
 ) -> tuple[Cache, jax.Array]:
     """Publishes rows' full blocks, so that later prompts that begin alike can reuse them.
 
@@ -59,6 +64,8 @@ def commit(
       cache: Not changed.
       seq_ids: i32[n], active rows. Default: all rows, n = max_seqs, of which idle ones are SKIPPED.
       final_len: i32[n], tokens that will not be taken back, at most; such as without drafts. Default: all.
+      is_end: Whether the rows are complete, so that the last states of recurrent layers are kept too; False
+        after each step of a loop. See `Snapshots`.
 
     Returns:
       The cache and status i32[n]: SEQ_NOT_ACTIVE, DUPLICATE_SEQ_ID, BAD_LENGTH, SKIPPED, BAD_SEQ_ID.
@@ -73,16 +80,17 @@ def commit(
     if final_len is None:
         final_len = np.full(num_rows, np.iinfo(np.int32).max, np.int32)
     final_len = arguments.int_column("final_len", final_len, num_rows)
-    control, status = _commit(cache.control, seq_ids, final_len, config=cache.config)
+    is_end = static_flag("is_end", is_end)
+    control, status = _commit(cache.control, seq_ids, final_len, config=cache.config, is_end=is_end)
     return dataclasses.replace(cache, control=control), status
 
 
-@functools.partial(jax.jit, static_argnames="config")
+@functools.partial(jax.jit, static_argnames=("config", "is_end"))
 def _commit(
-    control: Control, seq_ids: jax.Array | None, final_len: jax.Array, config: CacheConfig
+    control: Control, seq_ids: jax.Array | None, final_len: jax.Array, config: CacheConfig, is_end: bool
 ) -> tuple[Control, jax.Array]:
     control, (seq_ids, final_len) = as_varied((control, (seq_ids, final_len)))
-    return commit_rows(control, seq_ids, final_len, config=config)
+    return commit_rows(control, seq_ids, final_len, config=config, is_end=is_end)
 
 
 class _Pending(NamedTuple):

@@ -188,29 +188,56 @@ def _propose_group(
     leaving = get_at(pool.block_table, (rows[:, None], old_columns), nowhere)
     # Sinks never leave a window.
     leaving = jnp.where(old_columns >= group.num_sink_blocks, leaving, nowhere)
+    if marks is not None and group in config.snapshot_groups.values():
+        marked = _marked_columns(group, marks)
+        # A state that is to be published stays until it is, however far the row has gone.
+        is_waiting = (old_columns[..., None] == marked[:, None]).any(axis=2)
+        leaving = jnp.where(is_waiting & ~block_pool.is_published(pool, leaving), nowhere, leaving)
+        marked = jnp.where(marked < old_columns[:, -1:], marked, -1)
+        waiting = get_at(pool.block_table, (rows[:, None], marked), nowhere)
+        waiting = jnp.where(block_pool.is_published(pool, waiting), waiting, nowhere)
+        leaving = jnp.concatenate([leaving, waiting], axis=1)
+        old_columns = jnp.concatenate([old_columns, marked], axis=1)
     num_back = jnp.zeros_like(plan.num_new)
     if num_leaving:
         ref_count, is_free = count_down(ref_count, leaving)
         ref_count = add_at(ref_count, leaving, 1)
         num_back = jnp.sum(is_free, axis=1, dtype=jnp.int32)
     proposal = GroupPlan(
-        opens_block, tokens.count(opens_block), tail, is_published, copies_tail, leaving, old_columns, num_back
+        opens_block,
+        tokens.count(opens_block),
+        tail,
+        is_published,
+        copies_tail,
+        leaving,
+        old_columns,
+        num_back,
     )
     return dataclasses.replace(pool, ref_count=ref_count), proposal
+
+
+def _marked_columns(group: LayerGroup, marks: jax.Array) -> jax.Array:
+    """Lists the columns of the states after `marks` i32[n, m] tokens, each once; -1 for none."""
+    first, end = group.span.needed_columns(marks, group.block_size)
+    columns = first[..., None] + jnp.arange(group.span.num_read_blocks(group.block_size), dtype=jnp.int32)
+    columns = jnp.where((columns < end[..., None]) & (marks > 0)[..., None], columns, -1)
+    columns = columns.reshape(marks.shape[0], -1)
+    order = jnp.arange(columns.shape[1], dtype=jnp.int32)
+    is_repeated = (columns[:, :, None] == columns[:, None]) & (order[:, None] > order[None])[None]
+    return jnp.where(is_repeated.any(axis=2), -1, columns)
 
 
 def _is_stored(
     group: LayerGroup, plan: ExtendPlan, columns: jax.Array, marks: jax.Array | None, config: CacheConfig
 ) -> jax.Array:
-    """Masks the tokens in columns i32[tokens] that later steps of the row read, or rows that begin alike."""
+    """Masks the tokens in columns i32[tokens] that later steps read, of the row or of rows that begin alike."""
     span, block_size, tokens = group.span, group.block_size, plan.tokens
     first = span.first_stored_column(plan.context_len + plan.num_new, block_size)
     is_stored = columns >= tokens.spread(first, 0)
     if marks is None or not span.is_in_prefix:
         return is_stored
-    for length in marks.T:
-        first, end = span.needed_columns(length, block_size)
-        is_stored |= (columns >= tokens.spread(first, 0)) & (columns < tokens.spread(end, 0))
+    for marked in _marked_columns(group, marks).T:
+        is_stored |= columns == tokens.spread(marked, -1)
     if config.snapshots.every:
         for nth in range(1, span.num_read_blocks(block_size) + 1):
             is_stored |= remainder((columns + nth) * block_size, config.snapshots.every) == 0

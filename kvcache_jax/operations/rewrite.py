@@ -67,6 +67,7 @@ def rewrite(cache: Cache, seq_ids: IntRows, indices: Any) -> tuple[Cache, Step]:
       >>> step.positions[0, :2].tolist(), step.slots[0].tolist(), step.query_len.tolist()
       ([3, 17], [[3, 17, 64]], [2])
     """
+    cache.config.refuse_states("rewrite")
     seq_ids = arguments.int_column("seq_ids", seq_ids)
     indices = arguments.saturated("indices", indices)
     if indices.ndim != 2 or indices.shape[0] != seq_ids.shape[0]:

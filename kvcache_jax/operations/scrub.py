@@ -256,7 +256,7 @@ def _zero_rests(pool: KVPool, group: LayerGroup, tails: jax.Array, num_tokens: j
             where = jnp.where(tail < num_blocks, layers + tail, values.shape[0])
             is_rest = offsets >= get_at(num_tokens, tail)
             offset = jnp.where(is_rest, offsets, block_size)
-            return _set_zero(values, where[:, None], *[slice(None)] * array.token_axis, offset)
+            return _set_zero(values, where[:, None], *array.before_tokens, offset)
 
         if array.token_axis is None:  # a row's last block has all its tokens or none
             return values

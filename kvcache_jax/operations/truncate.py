@@ -95,8 +95,8 @@ def _is_lost(
     if group.span.keeps_all:
         return jnp.zeros_like(new_len, bool)
     is_beyond = group.span.is_beyond_rollback(context_len, new_len)
-    # After the sinks the next token reads from the first column on. A window's blocks are contiguous up to the
-    # tail: if its first one is there, all that it reads are.
+    # After the sinks the next token reads from the first column on. A window's blocks are contiguous up to
+    # the tail: if its first one is there, all that it reads are.
     order = jnp.arange(group.span.num_read_blocks(group.block_size), dtype=jnp.int32)
     columns = group.first_column(new_len)[:, None] + order[None]
     entries = get_at(pool.block_table, (seq_ids[:, None], columns), pool.num_blocks)

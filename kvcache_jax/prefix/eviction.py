@@ -92,8 +92,8 @@ def _evict_state(
 ) -> tuple[Control, jax.Array]:
     """Evicts the state that was released longest ago, among those that no prompt asked for if there are any.
 
-    Else the ends of answers, of which there are many and few are continued, would push out the states at which
-    prompts part. Returns the control state; and i32[], 1, or `most` where no state is cached.
+    Else the ends of answers, of which there are many and few are continued, would push out the states at
+    which prompts part. Returns the control state; and i32[], 1, or `most` where no state is cached.
     """
     pool, index = control.block_pools[group_id], control.prefix_index
     assert pool.cached is not None and index is not None

@@ -117,7 +117,7 @@ def link(
     *,
     is_wanted: jax.Array | None = None,  # bool[E], whether prompts asked for the states
 ) -> Control:
-    """Links published blocks to the blocks of other groups for the same tokens: of keys, or else of states."""
+    """Links published blocks to blocks of the same tokens in other groups, of keys or else of states."""
     index, indexed = control.prefix_index, config.groups[config.indexed_group]
     assert index is not None
     pools, all_links = list(control.block_pools), list(index.group_links)
@@ -139,7 +139,7 @@ def link(
         is_linked, marks = first_of_equal(links.indexed_ids, is_linked, ids)
         indexed_ids = jnp.where(is_linked, canonical[:, None], links.block_ids.shape[0])
         linked = jnp.where(is_linked, ids, pool.num_blocks)
-        all_links[g] = dataclasses.replace(
+        links = dataclasses.replace(
             links,
             block_ids=set_at(links.block_ids, (indexed_ids, slots), ids),
             indexed_ids=set_at(marks, linked, indexed_ids),
@@ -147,7 +147,8 @@ def link(
         if is_wanted is not None:
             assert links.is_wanted is not None
             noted = set_at(links.is_wanted, linked, jnp.broadcast_to(is_wanted[:, None], linked.shape))
-            all_links[g] = dataclasses.replace(all_links[g], is_wanted=noted)
+            links = dataclasses.replace(links, is_wanted=noted)
+        all_links[g] = links
         pools[g] = block_pool.mark_published(pool, linked)
     index = dataclasses.replace(index, group_links=tuple(all_links))
     return dataclasses.replace(control, block_pools=tuple(pools), prefix_index=index)

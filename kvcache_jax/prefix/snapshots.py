@@ -1,6 +1,7 @@
 """Snapshots: the states of recurrent layers that prefixes find, companions of published blocks.
 
-A state stands for exactly the tokens up to its end, so it belongs to the indexed block that has the last of them.
+A state stands for exactly the tokens up to its end, so it belongs to the indexed block that has the last of
+them.
 """
 
 import dataclasses
@@ -21,8 +22,8 @@ def publish_states(
 ) -> Control:
     """Publishes the states that `rows` i32[n] hold at the lengths that `config.snapshots` chooses.
 
-    Their blocks of the indexed group are published up to `length` i32[n]; `max_seqs` is skipped. `is_end` bool[n]
-    says which rows are complete, so that their last states are kept.
+    Their blocks of the indexed group are published up to `length` i32[n]; `max_seqs` is skipped. `is_end`
+    bool[n] says which rows are complete, so that their last states are kept.
     """
     if control.marks is None:
         return control

@@ -110,7 +110,7 @@ def check_tokens(cache: Cache, expected: Mapping[int, Sequence[int | None]]) -> 
             block, offset = index * num_blocks + blocks[held], at[held] % group.block_size
             want = group.kind.encode(**_layer_codes(group.kind, tokens[held], layer))
             for name, array in group.arrays:
-                found_there = pools[group_id].arrays[name][(block, *[slice(None)] * array.token_axis, offset)]
+                found_there = pools[group_id].arrays[name][(block, *array.before_tokens, offset)]
                 codes = np.asarray(want[name]).astype(found_there.dtype)
                 codes[is_empty[held]] = 0
                 is_wrong = (found_there != codes).any(axis=tuple(range(1, codes.ndim)))

@@ -9,6 +9,7 @@ import pytest
 
 import kvcache_jax as kv
 from kvcache_jax import testing
+from tests.support.hash_states import StatePerToken
 
 CONFIG = kv.CacheConfig(
     [kv.FullAttention(2, 8), kv.SlidingWindow(2, 8, window=5)],
@@ -72,6 +73,13 @@ ON_HOST = {
 # Those of other caches: a config, and a call.
 SIZES = dict(num_blocks=8, block_size=4, max_seqs=3, max_seq_len=20)
 CHUNKS = kv.CacheConfig([kv.FullAttention(2, 8)], **SIZES, extras=[kv.chunks.Store(2, 4)])
+STATES = kv.CacheConfig([kv.FullAttention(2, 8), StatePerToken(1, 1)], **SIZES)
+
+
+def _step_of_states():
+    return kv.extend(kv.allocate(kv.init(STATES), ROWS, ONES)[0], ONES, max_new=2)[1]
+
+
 OF_OTHERS = {
     "chunk_metadata": (CHUNKS, lambda cache: kv.chunks.metadata(cache, [[0]] * 3, [[0]] * 3)),
     "compose": (
@@ -94,6 +102,7 @@ OF_OTHERS = {
         kv.CacheConfig([kv.FullAttention(2, 8)], **SIZES, extras=[kv.compression.Dropping()]),
         lambda cache: kv.compression.drop_to_utilization(cache, 0.5),
     ),
+    "recurrence": (STATES, lambda cache: kv.recurrence(cache, 1, {"token": TOKENS}, _step_of_states())),
     "write_source": (
         kv.CacheConfig([kv.FullAttention(2, 8), kv.CrossAttention(2, 8, max_source_len=2)], **SIZES),
         lambda cache: kv.write_source(cache, ROWS, K[None], K[None], ONES),

@@ -1,4 +1,4 @@
-"""Recurrent kinds whose states are running hashes: a state of another row, depth or age shows in all that follow."""
+"""Recurrent kinds whose states are running hashes: a wrong state shows in every later output."""
 
 import dataclasses
 
@@ -25,7 +25,7 @@ def inputs_sum(inputs):
 
 @dataclasses.dataclass(frozen=True)
 class HashState(kv.Recurrent):
-    """Points and entries: S <- M S + u, where u depends on all tokens before; and a convolution of the tokens."""
+    """Points and entries: S <- M S + u, where u depends on all tokens before; and a convolution."""
 
     def point(self, dtype):
         return {
