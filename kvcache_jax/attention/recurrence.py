@@ -142,7 +142,7 @@ def _held(pool: KVPool, group: LayerGroup, layer: jax.Array, plan: RecurrentPlan
     rows = storage.block_rows(plan.held_ids, layer, pool.num_rows // group.num_layers, pool.num_rows)
     if plan.held_offsets is not None:
         return {name: get_at(x, (rows, plan.held_offsets), 0) for name, x in pool.arrays.items()}
-    is_entry = jnp.arange(group.block_size, dtype=jnp.int32) < plan.count[:, None]
+    is_entry = jnp.arange(group.block_size, dtype=jnp.int32)[None] < plan.count[:, None]
 
     def masked(x: jax.Array) -> jax.Array:  # an unwritten entry may be anything
         return jnp.where(lax.broadcast_in_dim(is_entry, x.shape, (0, 1)), x, 0)

@@ -32,7 +32,7 @@ def plan_recurrence(control: Control, step: Step, group_id: int, config: CacheCo
     else:
         entry, first, num, token, goes_on = _trips(step, group)
         order = jnp.arange(group.block_size, dtype=jnp.int32)
-    token = jnp.where(order[None] < num[:, None], token[:, None] + order, step.positions.size)
+    token = jnp.where(order[None] < num[:, None], token[:, None] + order[None], step.positions.size)
     seq_ids, block_size = get_at(step.seq_ids, entry, control.max_seqs), group.block_size
 
     def ids_at(part: int, columns: jax.Array, mask: jax.Array) -> jax.Array:
@@ -41,7 +41,8 @@ def plan_recurrence(control: Control, step: Step, group_id: int, config: CacheCo
         return jnp.where(mask, get_at(pool.block_table, (rows, columns), pool.num_blocks), pool.num_blocks)
 
     if not kind.recurrent.has_points:
-        before = first[:, None] - kind.recurrent.reach + jnp.arange(kind.recurrent.reach, dtype=jnp.int32)
+        back = kind.recurrent.reach - jnp.arange(kind.recurrent.reach, dtype=jnp.int32)
+        before = first[:, None] - back[None]
         return RecurrentPlan(
             token=token,
             num_tokens=num,

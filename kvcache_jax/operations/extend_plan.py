@@ -219,7 +219,8 @@ def _propose_group(
 def _marked_columns(group: LayerGroup, marks: jax.Array) -> jax.Array:
     """Lists the columns of the states after `marks` i32[n, m] tokens, each once; -1 for none."""
     first, end = group.span.needed_columns(marks, group.block_size)
-    columns = first[..., None] + jnp.arange(group.span.num_read_blocks(group.block_size), dtype=jnp.int32)
+    nth = jnp.arange(group.span.num_read_blocks(group.block_size), dtype=jnp.int32)
+    columns = first[..., None] + nth[None, None]
     columns = jnp.where((columns < end[..., None]) & (marks > 0)[..., None], columns, -1)
     columns = columns.reshape(marks.shape[0], -1)
     order = jnp.arange(columns.shape[1], dtype=jnp.int32)
@@ -230,7 +231,7 @@ def _marked_columns(group: LayerGroup, marks: jax.Array) -> jax.Array:
 def _is_stored(
     group: LayerGroup, plan: ExtendPlan, columns: jax.Array, marks: jax.Array | None, config: CacheConfig
 ) -> jax.Array:
-    """Masks the tokens in columns i32[tokens] that later steps read, of the row or of rows that begin alike."""
+    """Masks the tokens in columns i32[tokens] that later steps read, of this row or of one that begins alike."""
     span, block_size, tokens = group.span, group.block_size, plan.tokens
     first = span.first_stored_column(plan.context_len + plan.num_new, block_size)
     is_stored = columns >= tokens.spread(first, 0)

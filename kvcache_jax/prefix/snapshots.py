@@ -35,7 +35,8 @@ def publish_states(
         (group.span.num_read_blocks(group.block_size) - 1) * group.block_size // indexed.block_size + 1
         for group in config.snapshot_groups.values()
     )
-    columns = quotient(lengths, indexed.block_size)[..., None] - 1 - jnp.arange(num_columns, dtype=jnp.int32)
+    back = jnp.arange(num_columns, dtype=jnp.int32) + 1
+    columns = quotient(lengths, indexed.block_size)[..., None] - back[None, None]
     mask = is_chosen[..., None] & (columns >= 0)
     is_wanted, rows = (jnp.broadcast_to(x, mask.shape) for x in (is_wanted[..., None], rows[:, None, None]))
     mask, rows, columns, is_wanted = (x.reshape(-1) for x in (mask, rows, columns, is_wanted))
@@ -69,7 +70,7 @@ def _chosen(
             lengths.append(jnp.maximum(last - nth, 0) * snapshots.every)
             is_wanted.append(True)
     stacked = jnp.stack(lengths, axis=1)
-    return stacked, jnp.broadcast_to(jnp.array(is_wanted), stacked.shape)
+    return stacked, jnp.broadcast_to(jnp.array(is_wanted)[None], stacked.shape)
 
 
 def note_wanted(index: PrefixIndex, hits: list[jax.Array]) -> PrefixIndex:

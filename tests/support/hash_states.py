@@ -27,9 +27,13 @@ def inputs_sum(inputs):
 class HashState(kv.Recurrent):
     """Points and entries: S <- M S + u, where u depends on all tokens before; and a convolution."""
 
+    width: int = dataclasses.field(
+        default=1, kw_only=True
+    )  # numbers that repeat a state, so that it is large
+
     def point(self, dtype):
         return {
-            "state": kv.BlockArray((1,), jnp.uint32, head_axis=None, token_axis=None),
+            "state": kv.BlockArray((self.width,), jnp.uint32, head_axis=None, token_axis=None),
             "x": kv.BlockArray((KERNEL - 1,), jnp.uint32, head_axis=None, token_axis=None),
         }
 
@@ -55,7 +59,7 @@ class HashState(kv.Recurrent):
     def fold(self, point, entries):
         state = _replayed(point["state"][0], entries["u"], entries["u"].shape[0])
         inputs = jnp.concatenate([point["x"], entries["x"]])
-        return {"state": state[None], "x": inputs[-(KERNEL - 1) :]}
+        return {"state": jnp.full(self.width, state), "x": inputs[-(KERNEL - 1) :]}
 
 
 def _replayed(state, added, count):

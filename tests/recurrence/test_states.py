@@ -1,0 +1,185 @@
+"""States of recurrent layers in tables of blocks: every output is that of a row computed from nothing."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvcache_jax as kv
+from tests.support.hash_states import HashState, LastInputs, StatePerToken
+from tests.support.state_script import BLOCK, StateScript, config_of_states, padded_step, run_layers
+
+
+def test_no_row_is_given_a_wrong_state():
+    script = StateScript(0, config_of_states())
+    script.run(250)
+    assert script.count["tokens computed"] > 500 and script.count["tokens cached"] > 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "rollback, options",
+    [
+        (0, {}),
+        (3, {"snapshots": kv.Snapshots(every=2 * BLOCK, at_junctions=False)}),
+        (11, {"num_blocks": 60}),
+        (2, {"block_size": 2 * BLOCK, "num_blocks": 20}),
+        (8, {"enable_prefix_caching": False}),
+    ],
+)
+def test_no_row_is_given_a_wrong_state_by_any_config(rollback, options):
+    config = config_of_states(rollback, **options)
+    if "block_size" in options:  # blocks of keys hold two of states
+        layers = [
+            dataclasses.replace(k, block_size=BLOCK) if isinstance(k, kv.Recurrent) else k
+            for k in config.layers
+        ]
+        config = dataclasses.replace(config, layers=layers)
+    script = StateScript(rollback, config)
+    script.run(1200)
+    assert script.count["tokens computed"] > 2000
+    assert (script.count["tokens cached"] > 300) == config.enable_prefix_caching
+
+
+def _start(cache, prompt, row=0):
+    """Computes a prompt as one call, and commits it; returns the cache and the admission."""
+    tokens = np.zeros((6, 96), np.int32)
+    tokens[row, : len(prompt)] = prompt
+    cache, admission = kv.allocate(cache, [row], [len(prompt)], tokens=tokens[row : row + 1])
+    at = int(admission.num_cached[0])
+    while at < len(prompt):
+        num = min(20, len(prompt) - at)
+        new = np.zeros((6, 20), np.int32)
+        new[row, :num] = prompt[at : at + num]
+        num_new = np.where(np.arange(6) == row, num, 0).astype(np.int32)
+        cache, _, _ = padded_step(cache, num_new, new)
+        at += num
+    cache, _ = kv.commit(cache, [row])
+    return cache, admission
+
+
+def test_a_junction_is_found_by_the_second_prompt_and_hit_by_the_third():
+    cache = kv.init(config_of_states(snapshots=kv.Snapshots(at_end=False)))
+    shared, found = [1] * 29, []
+    for tail in (0, 2, 1, 0):
+        cache, admission = _start(cache, shared + [tail] * 30)
+        found.append((int(admission.num_cached[0]), int(admission.junction[0])))
+        cache, _ = kv.free(cache, [0])
+    # The last one is the first one's prompt again: its keys are all there, its states up to the junction.
+    assert found == [(0, 0), (0, 24), (24, 0), (24, 56)]
+    stats = kv.stats(cache)
+    assert stats.num_tokens_without_state == 24 + 56 - 24
+
+
+def test_the_second_identical_prompt_hits_though_it_fills_its_blocks():
+    cache = kv.init(config_of_states())
+    prompt = np.random.default_rng(0).integers(3, size=48).tolist()
+    for num_cached in (0, 40):
+        cache, admission = _start(cache, prompt)
+        cache, _ = kv.free(cache, [0])
+        assert admission.num_cached[0] == num_cached
+
+
+def test_a_prefill_of_any_length_stores_one_point():
+    cache = kv.init(config_of_states(0, enable_prefix_caching=False, max_query_len=96))
+    points = next(g for g, group in enumerate(cache.config.groups) if "points" in group.kind.label)
+    cache, _ = kv.allocate(cache, [0], [90])
+    cache, step = kv.extend(cache, [90, 0, 0, 0, 0, 0], max_new=96)
+    assert cache.control.block_pools[points].ref_count.sum() == 1
+    assert step.held.tolist() == [0] * 6
+
+
+def test_a_state_that_no_prompt_asked_for_is_evicted_first():
+    states = [HashState(1, 1, num_blocks=6 * 6 + 2), StatePerToken(1, 1), LastInputs(1, 1)]
+    config = config_of_states(3, num_blocks=200)
+    config = dataclasses.replace(config, layers=[config.layers[0], *states])
+    cache = kv.init(config)
+    rng = np.random.default_rng(1)
+    shared = rng.integers(3, size=29).tolist()
+    for tail in (0, 1):  # the second keeps the state at the junction
+        cache, _ = _start(cache, shared + [tail] * 9)
+        cache, _ = kv.free(cache, [0])
+    for _ in range(40):  # ends of answers that are not continued
+        cache, _ = _start(cache, rng.integers(3, size=30).tolist())
+        cache, _ = kv.free(cache, [0])
+    assert kv.stats(cache).num_evictions > 0
+    _, admission = kv.allocate(cache, [0], [50], tokens=[shared + [2] * 21])
+    assert admission.num_cached[0] == 24
+
+
+def test_a_donated_step_copies_no_pool():
+    pool_bytes, sizes = [], []
+    step = jax.jit(_plain_step, donate_argnums=0)
+    for num_blocks in (64, 256):
+        layers = [kv.FullAttention(1, 1), *[HashState(1, 1, width=1024, num_blocks=num_blocks)] * 2]
+        config = kv.CacheConfig(layers, num_blocks=64, block_size=BLOCK, max_seqs=6, max_seq_len=96)
+        cache = jax.eval_shape(lambda config=config: kv.init(config))
+        num_new = jax.ShapeDtypeStruct((6,), jnp.int32)
+        tokens = [jax.ShapeDtypeStruct((6, width), jnp.int32) for width in (1, 20)]
+        compiled = [step.lower(cache, num_new, new).compile() for new in tokens]
+        sizes.append([program.memory_analysis().temp_size_in_bytes for program in compiled])
+        pool_bytes.append(kv.memory_bytes(config))
+    growth = np.subtract(*sizes[::-1])
+    assert (growth < 0.05 * np.subtract(*pool_bytes[::-1])).all(), (sizes, pool_bytes)
+
+
+def _plain_step(cache, num_new, tokens):
+    cache, step = kv.extend(cache, num_new, max_new=tokens.shape[1], tokens=tokens)
+    return run_layers(cache, step, tokens)
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: config_of_states(partial_hits=True), "partial_hits=True and layers.1. is HashState entries"),
+        (
+            lambda: config_of_states(
+                enable_prefix_caching=False, extras=[kv.compression.Dropping()], max_seq_len=96
+            ),
+            "tokens to be dropped and layers.1. is HashState",
+        ),
+        (
+            lambda: config_of_states(extras=[kv.chunks.Store(2, 8)]),
+            "expected layers whose keys can be rotated",
+        ),
+        (
+            lambda: dataclasses.replace(
+                config_of_states(), layers=[kv.FullAttention(1, 1), HashState(1, 1, block_size=16)]
+            ),
+            "blocks of 16 tokens, and the blocks by which prefixes are found have 8",
+        ),
+        (
+            lambda: (
+                dataclasses.replace(
+                    config_of_states(), layers=[kv.FullAttention(1, 1), HashState(1, 1, num_blocks=5)]
+                ).groups
+            ),
+            "have num_blocks = 5, expected at least",
+        ),
+        (lambda: HashState(1, 1, max_rollback=-1), "max_rollback is -1"),
+        (lambda: kv.Snapshots(every=0), "every is 0"),
+        (lambda: config_of_states(snapshots=8), "snapshots is 8, expected kvcache_jax.Snapshots"),
+    ],
+)
+def test_configs_that_states_cannot_serve_are_refused(make, message):
+    with pytest.raises((ValueError, TypeError, NotImplementedError), match=message):
+        make()
+
+
+def test_calls_that_do_not_fit_are_refused():
+    cache = kv.init(config_of_states(enable_prefix_caching=False))
+    cache, _ = kv.allocate(cache, [0], [3])
+    cache, step = kv.extend(cache, [3, 0, 0, 0, 0, 0], max_new=4)
+    keys, tokens = jnp.zeros((6, 4, 1, 1)), jnp.zeros((6, 4), jnp.uint32)
+    with pytest.raises(ValueError, match="layer 1 is of HashState entries, expected a layer of keys"):
+        kv.attention(cache, 1, keys, keys, keys, step)
+    with pytest.raises(ValueError, match="layer 1 is of HashState"):
+        kv.gather(cache, 0, layer=1)
+    with pytest.raises(ValueError, match="layer 0 is FullAttention, expected a recurrent one"):
+        kv.recurrence(cache, 0, {"token": tokens}, step)
+    with pytest.raises(ValueError, match=r"token has shape \(6, 3\), expected \(6, 4, '...'\)"):
+        kv.recurrence(cache, 1, {"token": tokens[:, :3]}, step)
+    with pytest.raises(NotImplementedError, match="rewrite and layers"):
+        kv.rewrite(cache, [0], [[1]])
