@@ -226,6 +226,11 @@ class CacheConfig:
         """The layer groups whose blocks are states that prefixes need, by their ids."""
         return {g: group for g, group in self.row_groups.items() if _has_snapshots(group)}
 
+    @functools.cached_property
+    def prefix_unit(self) -> int:
+        """Tokens of which cached prefixes are multiples: whole blocks of every group that prefixes need."""
+        return math.lcm(*(group.block_size for group in self.groups if group.span.is_in_prefix))
+
     @property
     def hooks(self) -> Hooks:
         """The extras, as operations ask them."""

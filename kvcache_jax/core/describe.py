@@ -45,6 +45,10 @@ def describe(config: CacheConfig) -> str:
         f"keys and values {format_bytes(memory_bytes(config))}, "
         f"control state {format_bytes(control_bytes(config))}"
     )
+    if config.enable_prefix_caching and config.snapshot_groups:
+        lines.append(
+            f"states are kept with prefixes, of which {config.prefix_unit} tokens are the least that hits"
+        )
     return "\n".join(lines)
 
 

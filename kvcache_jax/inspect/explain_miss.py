@@ -10,7 +10,7 @@ from kvcache_jax.arrays.number_checks import static_count
 from kvcache_jax.core import arguments, token_arguments
 from kvcache_jax.core.cache_checks import require_values
 from kvcache_jax.core.state import Cache
-from kvcache_jax.operations.lookup import lookup
+from kvcache_jax.operations.lookup import lookup, with_junction
 from kvcache_jax.prefix.content_hash import block_hashes, root_hash
 
 
@@ -19,10 +19,11 @@ def explain(
 ) -> str:
     """States how many tokens of one prompt `allocate` would find cached, and why not more.
 
-    The reason is that a row holds the next block and has not published it, or that the block was evicted
-    (known as long as nothing else was published in its place), or else the first token that the nearest
-    cached sequence of the namespace does not have. Of other namespaces the answer tells whether `allocate`
-    would find more of the prompt in one, and nothing else: keep even that from tenants.
+    The reason is a junction, where keys are cached further than the states of recurrent layers; or that a row
+    holds the next block and has not published it, or that the block was evicted (known as long as nothing
+    else was published in its place), or else the first token that the nearest cached sequence of the
+    namespace does not have. Of other namespaces the answer tells whether `allocate` would find more of the
+    prompt in one, and nothing else: keep even that from tenants.
 
     Args:
       cache: Concrete (not traced, not batched).
@@ -78,7 +79,13 @@ def explain(
     reach = len(chain) * view.block_size
     if found < uncut:
         said.append(f"The blocks of {uncut} are there, but what is reused must not end within an item.")
-    if uncut < reach:
+    _, [junction] = with_junction(cache, tokens[None], [num_tokens], words)
+    if junction:
+        said.append(
+            f"The keys of {junction} are, and no state of the recurrent layers after more than {uncut}: this "
+            "prompt parts from others there, and a row that computes it keeps the state, for the next one."
+        )
+    elif uncut < reach:
         said.append(
             f"The first layer group with full attention has {reach}, but another has let go of blocks that "
             "are needed at that length, or none of its blocks ends there."

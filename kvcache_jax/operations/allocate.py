@@ -195,7 +195,7 @@ def _marks(
     """Computes the lengths of prompts at which states are kept, as a field of `Control`, where it has one."""
     if control.marks is None:
         return {}
-    unit = group_links.prefix_unit(config)
+    unit = config.prefix_unit
     end = quotient(jnp.maximum(num_tokens - 1, 0), unit) * unit  # the whole prompt is never a hit
     end = jnp.where(config.snapshots.at_end & (end > num_cached), end, 0)
     junction = jnp.where(config.snapshots.at_junctions, junction, 0)

@@ -231,7 +231,7 @@ def _marked_columns(group: LayerGroup, marks: jax.Array) -> jax.Array:
 def _is_stored(
     group: LayerGroup, plan: ExtendPlan, columns: jax.Array, marks: jax.Array | None, config: CacheConfig
 ) -> jax.Array:
-    """Masks the tokens in columns i32[tokens] that later steps read, of this row or of one that begins alike."""
+    """Masks the tokens in columns i32[tokens] that later steps read, of this row or one that begins alike."""
     span, block_size, tokens = group.span, group.block_size, plan.tokens
     first = span.first_stored_column(plan.context_len + plan.num_new, block_size)
     is_stored = columns >= tokens.spread(first, 0)

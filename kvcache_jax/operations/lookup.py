@@ -37,12 +37,23 @@ def lookup(
       i32[n]; at most `num_tokens - 1`, in whole blocks but with `partial_hits`; 0 without prefix caching, and
       where `allocate` would refuse `num_tokens`.
     """
+    return with_junction(cache, tokens, num_tokens, namespace, items)[0]
+
+
+def with_junction(
+    cache: Cache,
+    tokens: ArrayLike,
+    num_tokens: IntRows,
+    namespace: ArrayLike | None = None,
+    items: ArrayLike | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Counts as `lookup`, and finds the junctions, see `Admission`; i32[n] both."""
     num_tokens = arguments.int_column("num_tokens", num_tokens)
     tokens = token_arguments.token_ids(tokens, num_tokens.shape[0], None)
     namespaces = arguments.namespace_words(namespace, num_tokens.shape[0])
     if cache.control.prefix_index is None:
         refuse_donated("lookup", cache)
-        return jnp.zeros_like(num_tokens)
+        return jnp.zeros_like(num_tokens), jnp.zeros_like(num_tokens)
     spans = token_arguments.item_spans(items, num_tokens.shape[0])
     return _lookup(cache.control, tokens, num_tokens, namespaces, spans, config=cache.config)
 
@@ -55,7 +66,8 @@ def _lookup(
     namespaces: jax.Array,
     items: jax.Array | None,
     config: CacheConfig,
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array]:
+    """Counts the cached tokens, and finds the junction, i32[n] both."""
     prompts = Prompts(
         num_tokens=num_tokens,
         namespace=namespaces,
@@ -64,6 +76,6 @@ def _lookup(
         reuse=jnp.ones_like(num_tokens, bool),
         items=items,
     )
-    num_cached = find_hits(control, prompts, config).num_tokens
+    hits = find_hits(control, prompts, config)
     is_length = (num_tokens >= 0) & (num_tokens <= min(tokens.shape[1], config.max_seq_len))
-    return jnp.where(is_length, num_cached, 0)
+    return jnp.where(is_length, hits.num_tokens, 0), jnp.where(is_length, hits.junction, 0)

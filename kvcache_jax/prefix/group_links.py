@@ -6,7 +6,6 @@ reads: all of them with full attention; with a window the window and the sinks.
 """
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +42,7 @@ def usable_prefix(
     lengths = jnp.arange(found.shape[0] + 1, dtype=jnp.int32) * indexed.block_size
     num_found = num_true(found < pools[group_id].num_blocks)
     # A hit ends at a block's end in every group, so that no row writes into a block that was hit.
-    step = prefix_unit(config)
+    step = config.prefix_unit
     is_usable = (remainder(lengths, step) == 0) & (lengths <= num_found * indexed.block_size)
     if items is not None:
         is_inside = (items[:, :1] < lengths[None]) & (items[:, 1:] > lengths[None])  # [I, K + 1]
@@ -75,11 +74,6 @@ def usable_prefix(
         is_kept = (order < end) & ((order < group.num_sink_blocks) | (order >= first))
         columns[g] = jnp.where(is_kept, columns[g], pool.num_blocks)
     return columns, num_tokens, junction
-
-
-def prefix_unit(config: CacheConfig) -> int:
-    """Returns the tokens of which hits are multiples: whole blocks of every group that prefixes need."""
-    return math.lcm(*(group.block_size for group in config.groups if group.span.is_in_prefix))
 
 
 def _columns(

@@ -14,7 +14,6 @@ from kvcache_jax.core.backends import by_platform
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import Control, PrefixIndex
 from kvcache_jax.prefix import group_links
-from kvcache_jax.prefix.group_links import prefix_unit
 
 
 def publish_states(
@@ -28,7 +27,7 @@ def publish_states(
     if control.marks is None:
         return control
     lengths, is_wanted = _chosen(control, rows, length, is_end, config)  # [n, c]
-    indexed, unit = config.groups[config.indexed_group], prefix_unit(config)
+    indexed, unit = config.groups[config.indexed_group], config.prefix_unit
     is_chosen = (lengths > 0) & (lengths <= length[:, None]) & (remainder(lengths, unit) == 0)
     # Of states that take several blocks, those before the last are in earlier blocks of the indexed group.
     num_columns = max(
@@ -57,7 +56,7 @@ def _chosen(
     control: Control, rows: jax.Array, length: jax.Array, is_end: jax.Array | bool, config: CacheConfig
 ) -> tuple[jax.Array, jax.Array]:
     """Lists the lengths i32[n, c] whose states are kept, 0 for none, and which of them prompts asked for."""
-    snapshots, unit = config.snapshots, prefix_unit(config)
+    snapshots, unit = config.snapshots, config.prefix_unit
     assert control.marks is not None
     lengths = [*get_at(control.marks, rows, 0).T]
     is_wanted = [True, False]
