@@ -39,6 +39,9 @@ def plan_attention(
     table_row, first_position, num_queries_of_row = _rows_of(step, is_query)
     plans: list[Any] = []
     for group_id, (group, pool) in enumerate(zip(cache.config.groups, cache.pools, strict=True)):
+        if not group.arrays:
+            plans.append(None)
+            continue
         if group.span.is_read_later:
             plans.append(plan_recurrence(cache.control, step, group_id, config))
             continue

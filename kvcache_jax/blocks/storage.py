@@ -40,7 +40,8 @@ def rows_of_all_layers(pool: KVPool, group: LayerGroup, block_ids: jax.Array) ->
     """Computes where blocks i32[...] are in the pool in each layer, i32[..., num_layers]."""
     layers = jnp.arange(group.num_layers, dtype=jnp.int32)
     layers = lax.broadcast_to_rank(layers, block_ids.ndim + 1)
-    return block_rows(block_ids[..., None], layers, pool.num_rows // group.num_layers, pool.num_rows)
+    num_blocks = pool.num_rows // max(group.num_layers, 1)
+    return block_rows(block_ids[..., None], layers, num_blocks, pool.num_rows)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "group_id"), inline=True)
@@ -193,6 +194,8 @@ def copy_all(cache: Cache, copies: Mapping[int, BlockCopies]) -> Cache:
     config, pools = cache.config, list(cache.pools)
     for g, copied in copies.items():
         group = config.groups[g]
+        if not group.arrays:
+            continue
         name = choose(config, None, pools[g], group).name
         pool = reverse_mode_only("blocks that are copied", as_varied(pools[g], copied))
         pools[g] = _copy(name, config.head_axis, group, pool, *copied)

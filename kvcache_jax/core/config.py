@@ -27,6 +27,7 @@ from kvcache_jax.layers.layer_kind import (
     storage_dtype,
 )
 from kvcache_jax.layers.span import ceil_div
+from kvcache_jax.layers.token_index import TokenIndex
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,11 +160,6 @@ class CacheConfig:
             )
         _check_shared(self.layers)
         self._check_sources()
-        if self.enable_prefix_caching and not any(group.span.keeps_all for group in self.groups):
-            raise ValueError(
-                "enable_prefix_caching is True and all layers have windows, expected a FullAttention layer: "
-                "its blocks are the ones that prefixes are found by"
-            )
         self._check_partial_hits()
         self._check_states()
         for group in self.groups:
@@ -211,6 +207,8 @@ class CacheConfig:
             for part in kind.parts:
                 layer_ids.setdefault(part, []).append(i)
         plans = [self._plan_group(kind, tuple(ids)) for kind, ids in layer_ids.items()]
+        if self.enable_prefix_caching and not any(plan.span.keeps_all for plan in plans):
+            plans.append(self._plan_group(TokenIndex(dtype=self.dtype), ()))
         plans = self._with_snapshots(plans)
         if self.memory_budget is not None:
             plans = spend(self.memory_budget, plans)
@@ -343,7 +341,8 @@ class CacheConfig:
                     f"{self.max_seqs} rows, so that no row waits for a state"
                 )
         arrays = kind.arrays(block_size, kind.dtype)
-        check_arrays(kind.label, arrays, block_size)
+        if layer_ids:
+            check_arrays(kind.label, arrays, block_size)
         return LayerGroup(
             kind=kind,
             layer_ids=layer_ids,

@@ -9,8 +9,12 @@ from kvcache_jax.layers.span import ceil_div
 
 def spend(budget: int, groups: list[LayerGroup]) -> list[LayerGroup]:
     """Shares `budget` bytes so that all pools fill up at the same number of rows."""
-    # States of recurrent layers have as many blocks as all rows need.
-    fixed = [group for group in groups if group.kind.num_blocks is not None or group.span.is_read_later]
+    # States of recurrent layers have as many blocks as all rows need, and blocks of tokens alone take nothing.
+    fixed = [
+        group
+        for group in groups
+        if group.kind.num_blocks is not None or group.span.is_read_later or not group.arrays
+    ]
     shared = [group for group in groups if group not in fixed]
     left = budget - sum(group.pool_bytes for group in fixed)
     row_bytes = sum(group.max_held_blocks * group.block_bytes for group in shared)

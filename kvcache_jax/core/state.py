@@ -107,7 +107,7 @@ class KVPool:
     @property
     def num_rows(self) -> int:
         """Blocks of all layers; also the place on the first axis that means nowhere."""
-        return next(iter(self.arrays.values())).shape[0]
+        return next((array.shape[0] for array in self.arrays.values()), 0)
 
 
 @pytree_dataclass()
