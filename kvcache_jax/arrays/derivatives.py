@@ -13,9 +13,7 @@ Primitive = type(lax.sin_p)  # jax.extend.core's, without the kernels that its i
 def reverse_mode_only[T](name: str, arrays: T) -> T:
     """Returns arrays whose derivatives in forward mode are refused, when one is computed.
 
-    Args:
-      name: The thing without derivatives, as the error names it.
-      arrays: A pytree; what is no float is handed on.
+    The error calls them `name`. Arrays of the pytree that are no floats are handed on.
     """
     message = (
         f"got a derivative of {name} in forward mode (jax.jvp, jax.jacfwd), expected reverse mode: jax.grad, "

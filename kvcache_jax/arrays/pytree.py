@@ -15,16 +15,10 @@ FORMAT_VERSION = 3
 
 
 class Static(NamedTuple):
-    """A field that is metadata: hashable, compared when jit looks up a compiled program.
-
-    Attributes:
-      field: Its name.
-      to_bytes: Serialises its value for `jax.export`.
-      from_bytes: The inverse.
-    """
+    """A field that is metadata: hashable, compared when jit looks up a compiled program."""
 
     field: str
-    to_bytes: Callable[[Any], bytes]
+    to_bytes: Callable[[Any], bytes]  # of its value, for `jax.export`
     from_bytes: Callable[[bytearray], Any]
 
 

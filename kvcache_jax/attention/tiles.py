@@ -30,33 +30,21 @@ MASKED = -1e30
 
 
 class Tile(NamedTuple):
-    """A run of blocks of every row.
+    """A run of blocks of every row."""
 
-    Attributes:
-      rows: i32[r, b], where the blocks are in the pool, or past its end.
-      stored: By name `[h', r, n, ...]`, the blocks' arrays; see `load_blocks`.
-      is_held: bool[1, r, n, 1], some query of the row sees the key. Others may be NaN, and 0 * NaN is NaN.
-      is_seen: bool[1, r, m, n], the query sees the key.
-    """
-
-    rows: jax.Array
-    stored: dict[str, jax.Array]
+    rows: jax.Array  # i32[r, b], where the blocks are in the pool, or past its end
+    stored: dict[str, jax.Array]  # by name `[h', r, n, ...]`, the blocks' arrays; see `load_blocks`
+    # bool[1, r, n, 1], some query of the row sees the key. Others may be NaN, and 0 * NaN is NaN.
     is_held: jax.Array
-    is_seen: jax.Array
+    is_seen: jax.Array  # bool[1, r, m, n], the query sees the key
 
 
 class Tiles(NamedTuple):
-    """The tiles of a call.
+    """The tiles of a call."""
 
-    Attributes:
-      num_tiles: i32[], as many as the longest row needs.
-      tile_len: Tokens of a row in a tile (static).
-      load: Reads the tile of an index i32[].
-    """
-
-    num_tiles: jax.Array
-    tile_len: int
-    load: Callable[[jax.Array], Tile]
+    num_tiles: jax.Array  # i32[], as many as the longest row needs
+    tile_len: int  # tokens of a row in a tile (static)
+    load: Callable[[jax.Array], Tile]  # reads the tile of an index i32[]
 
 
 def tiles(

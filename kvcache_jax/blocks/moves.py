@@ -37,12 +37,6 @@ def move_in_layers(read: ReadLayer, group: LayerGroup, pool: KVPool, moves: Move
 
     All that a layer moves is read before any of it is written. The gradient is one more pool, changed in
     place, and a few copies of one layer of it.
-
-    Args:
-      read: Of one layer.
-      group: The layer group.
-      pool: Of the group.
-      moves: What `read` gets.
     """
     return _move(read, group, reverse_mode_only("moved tokens", pool), moves)
 
@@ -104,18 +98,13 @@ _move.defvjp(_move_fwd, _move_bwd)
 
 
 class TokenMoves(NamedTuple):
-    """The tokens that rows of one layer group move, `C` columns of `s` tokens each.
+    """The tokens that rows of one layer group move, `C` columns of `s` tokens each."""
 
-    Attributes:
-      sources: i32[n, layers, heads, C * s], place that the token at each place comes from; outside of the row
-        for none. An axis of one layer, or of one head, applies to all.
-      table: i32[n, C], blocks that hold the rows before.
-      destination: i32[n, C], blocks that are written; nowhere for those that are not.
-    """
-
+    # i32[n, layers, heads, C * s], place that the token at each place comes from; outside of the row for
+    # none. An axis of one layer, or of one head, applies to all.
     sources: jax.Array
-    table: jax.Array
-    destination: jax.Array
+    table: jax.Array  # i32[n, C], blocks that hold the rows before
+    destination: jax.Array  # i32[n, C], blocks that are written; nowhere for those that are not
 
 
 def move_tokens(pool: KVPool, group: LayerGroup, moves: TokenMoves) -> KVPool:
@@ -165,19 +154,12 @@ def read_tokens(values: jax.Array, array: BlockArray, rows: jax.Array, offsets: 
 
 
 class SpanMoves(NamedTuple):
-    """The tokens that are written into blocks of one layer group, `n` times `C` blocks of `s` tokens.
+    """The tokens that are written into blocks of one layer group, `n` times `C` blocks of `s` tokens."""
 
-    Attributes:
-      blocks: i32[n, C * s], block that the token at each place comes from; nowhere writes zeros.
-      offsets: i32[n, C * s], its place in that block.
-      distance: i32[n, C * s], positions that its key moves by; None for 0.
-      destination: i32[n, C], blocks that are written; nowhere for those that are not.
-    """
-
-    blocks: jax.Array
-    offsets: jax.Array
-    distance: jax.Array | None
-    destination: jax.Array
+    blocks: jax.Array  # i32[n, C * s], block that the token at each place comes from; nowhere writes zeros
+    offsets: jax.Array  # i32[n, C * s], its place in that block
+    distance: jax.Array | None  # i32[n, C * s], positions that its key moves by; None for 0
+    destination: jax.Array  # i32[n, C], blocks that are written; nowhere for those that are not
 
 
 def move_spans(pool: KVPool, group: LayerGroup, moves: SpanMoves, rotate: Rotate | None = None) -> KVPool:

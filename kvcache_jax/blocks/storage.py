@@ -271,16 +271,10 @@ def _copied_rows(
 def load_blocks(
     pool: KVPool, group: LayerGroup, rows: jax.Array, *, is_fenced: bool = True
 ) -> dict[str, jax.Array]:
-    """Reads the blocks `rows` i32[r, b] of a pool; those past its end give any block.
+    """Reads the blocks at `rows` i32[r, b] of a pool's first axis; places past its end give any block.
 
-    Args:
-      pool: Of the group.
-      group: The layer group.
-      rows: Places on the first axis.
-      is_fenced: Gather once into a tile that products read. Where it is read once, the tile is not needed.
-
-    Returns:
-      By name `[heads, r, b * block_size, ...]`, 1 head for an array without an axis of heads.
+    By name they are `[heads, r, b * block_size, ...]`, 1 head for an array without an axis of heads. With
+    `is_fenced` they are gathered once into a tile that products read: of use where it is read more than once.
     """
     # On TPUs a reshape of the pool would copy it, tiled as it is there.
     takes_runs = backends.target_device().platform != "tpu"

@@ -104,16 +104,7 @@ class ChunkReuse:
 def prompt_spans(call: PromptCall, spans: Any, reuse: Any) -> list[list[Span]]:
     """Checks the chunks of prompts; leaves out those that the cache has no room for, whatever it holds.
 
-    Args:
-      call: The prompts.
-      spans: For each prompt pairs `(start, end)`, in any order.
-      reuse: A `chunks.Reuse`.
-
-    Returns:
-      For each prompt its spans in order.
-
-    Raises:
-      ValueError, TypeError: names got, expected and the fix.
+    `spans` has for each prompt pairs `(start, end)`, in any order; they are returned in order.
     """
     caller, prompts, config = call.caller, call.tokens, call.config
     if call.retention.max_held_len(config, 1) is not None:

@@ -16,57 +16,34 @@ from kvcache_jax.operations.rows import num_blocks_for
 
 
 class Placed(NamedTuple):
-    """Chunks and their places in rows, `[n, K]`.
+    """Chunks and their places in rows, `[n, K]`."""
 
-    Attributes:
-      chunk_ids: i32, nowhere for none.
-      starts: i32, first place.
-      ends: i32, one past the last place; 0 for none.
-      distance: i32, positions that the keys move by.
-      context_len: i32[n], tokens before all of them.
-      new_len: i32[n], places of the row afterwards.
-    """
-
-    chunk_ids: jax.Array
-    starts: jax.Array
-    ends: jax.Array
-    distance: jax.Array
-    context_len: jax.Array
-    new_len: jax.Array
+    chunk_ids: jax.Array  # i32, nowhere for none
+    starts: jax.Array  # i32, first place
+    ends: jax.Array  # i32, one past the last place; 0 for none
+    distance: jax.Array  # i32, positions that the keys move by
+    context_len: jax.Array  # i32[n], tokens before all of them
+    new_len: jax.Array  # i32[n], places of the row afterwards
 
 
 class Sources(NamedTuple):
-    """The origin of the token at each place of rows, `[n, C * s]`: the row's block, a chunk, or nowhere.
+    """The origin of the token at each place of rows, `[n, C * s]`: the row's block, a chunk, or nowhere."""
 
-    Attributes:
-      blocks: i32, nowhere where there is no token.
-      offsets: i32, its place in that block.
-      distance: i32, positions that its key moves by.
-      is_missing: bool, the row or a chunk has a token there, whose block its window released.
-    """
-
-    blocks: jax.Array
-    offsets: jax.Array
-    distance: jax.Array
-    is_missing: jax.Array
+    blocks: jax.Array  # i32, nowhere where there is no token
+    offsets: jax.Array  # i32, its place in that block
+    distance: jax.Array  # i32, positions that its key moves by
+    is_missing: jax.Array  # bool, the row or a chunk has a token there, whose block its window released
 
 
 class ComposedColumns(NamedTuple):
-    """The columns of rows of one layer group, `[n, C]`.
+    """The columns of rows of one layer group, `[n, C]`."""
 
-    Attributes:
-      exchange: Columns that are written need another block where they have none, or one that others hold or
-        that is published; others leave the window.
-      is_written: bool, they get tokens.
-      need: i32[n], blocks that the row takes, less the leaving blocks that become free.
-      is_lost: bool[n], the next token would read tokens that a window released.
-      sources: Sources.
-    """
-
+    # Columns that are written need another block where they have none, or one that others hold or that is
+    # published; others leave the window.
     exchange: Exchange
-    is_written: jax.Array
-    need: jax.Array
-    is_lost: jax.Array
+    is_written: jax.Array  # bool, they get tokens
+    need: jax.Array  # i32[n], blocks that the row takes, less the leaving blocks that become free
+    is_lost: jax.Array  # bool[n], the next token would read tokens that a window released
     sources: Sources
 
 
@@ -82,16 +59,8 @@ def find(
     """Finds the columns from the row's last token on, and the blocks that may be written there.
 
     A window group holds what it would after an `extend` of the last `max_query_len` places, as far as there
-    are tokens: columns before them need no block.
-
-    Args:
-      pool: Of the group.
-      group: The layer group.
-      chunks: The store.
-      block_ids: i32[num_chunks, columns], the group's blocks of chunks.
-      seq_ids: i32[n].
-      placed: The chunks and their places.
-      max_query_len: Most tokens of one `extend`.
+    are tokens: columns before them need no block. `block_ids` i32[num_chunks, columns] are the group's blocks
+    of chunks.
     """
     entries = get_at(pool.block_table, seq_ids, pool.num_blocks)
     sources = _sources(entries, block_ids, chunks, group, placed, pool.num_blocks)

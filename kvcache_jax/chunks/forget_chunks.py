@@ -127,10 +127,8 @@ def _ranks(chunks: Chunks, mask: jax.Array, clock: jax.Array) -> jax.Array:
 def _num_freed(pool: BlockPool, block_ids: jax.Array, rank: jax.Array) -> jax.Array:
     """Counts the blocks that become free as the chunk of each rank is forgotten, i32[num_chunks].
 
-    Args:
-      pool: The group's blocks.
-      block_ids: i32[num_chunks, columns], the blocks of chunks.
-      rank: i32[num_chunks], the order in which chunks are forgotten; `num_chunks` for chunks that stay.
+    Chunks with `block_ids` i32[num_chunks, columns] are forgotten in the order of `rank` i32[num_chunks],
+    where `num_chunks` is for those that stay.
     """
     ranks = jnp.broadcast_to(rank[:, None], block_ids.shape).reshape(-1)
     ids, ranks = lax.sort((block_ids.reshape(-1), ranks), num_keys=2)

@@ -29,18 +29,10 @@ def observe_chunks(
 ) -> tuple[Cache, dict[str, jax.Array]]:
     """Computes composed tokens through a model's first layers, whose keys and values are right from then on.
 
-    Args:
-      reuse: Names the first layers, and the selector, which may ask for attention.
-      params: The model's parameters.
-      cache: Donated.
-      row: A row of composed chunks.
-      pieces: Tokens i32[1, T] and their places i32[1, T], all of the row that are not right, in order.
-      starts: i32[1, K], first places of the chunks.
-      lengths: i32[1, K], their tokens, 0 for none.
-
-    Returns:
-      The cache; f32[1, max_seq_len] each of `chunks.Metadata` by name: deviations of the last layer's keys
-      and values, and the attention that tokens give there to the tokens before their chunk.
+    `pieces` are tokens i32[1, T] and their places i32[1, T], all of the row that are not right, in order;
+    `starts` and `lengths` i32[1, K] are the places of its chunks. Returns fields of `chunks.Metadata` by
+    name, f32[1, max_seq_len] each: deviations of the last layer's keys and values, and, if the selector asks
+    for it, the attention that tokens give there to the tokens before their chunk.
     """
     observe, layer = reuse.observe, reuse.observed_layer
     assert observe is not None

@@ -34,19 +34,12 @@ _FEWEST_CHUNKS = 4
 
 
 class _Placed(NamedTuple):
-    """The chunks of one row and their places, in numpy.
+    """The chunks of one row and their places, in numpy."""
 
-    Attributes:
-      chunk_ids: i32[1, K], `num_chunks` for none.
-      starts: i32[1, K], first places.
-      lengths: i32[1, K], tokens, 0 for none.
-      is_composed: bool[max_seq_len], places of their tokens.
-    """
-
-    chunk_ids: np.ndarray
-    starts: np.ndarray
-    lengths: np.ndarray
-    is_composed: np.ndarray
+    chunk_ids: np.ndarray  # i32[1, K], `num_chunks` for none
+    starts: np.ndarray  # i32[1, K], first places
+    lengths: np.ndarray  # i32[1, K], tokens, 0 for none
+    is_composed: np.ndarray  # bool[max_seq_len], places of their tokens
 
 
 class ChunkRows(PromptRows):
@@ -69,16 +62,9 @@ class ChunkRows(PromptRows):
         return spans[0][0] if spans else super().prefix_len(prompt_id)
 
     def hold(self, cache: Cache, prompt_id: int, row: int) -> tuple[Cache, list[int] | None]:
-        """Finds a prompt's chunks; computes and stores those that are missing.
+        """Finds a prompt's chunks, one per span; computes and stores those that are missing.
 
-        Args:
-          cache: Donated.
-          prompt_id: The prompt.
-          row: An idle row, which is idle again afterwards.
-
-        Returns:
-          The cache, and the chunk of each span, `num_chunks` for one that cannot be computed: its logits hold
-          NaN. None in place of all where blocks are lacking, which other rows hold.
+        One that cannot be computed, for its logits hold NaN, is `num_chunks`.
         """
         prompt, words = self.call.tokens[prompt_id], self.call.namespaces[prompt_id]
         texts = [prompt[start:end] for start, end in self.spans[prompt_id]]
@@ -144,13 +130,7 @@ class ChunkRows(PromptRows):
         """Computes a row that was allocated for a prompt as far as its last chunk, but not its last token.
 
         The tokens before the first chunk are fed, all chunks are composed, and then everything that is
-        to be computed after that is rewritten in order: texts between chunks, and what the selector chose.
-
-        Args:
-          cache: Donated.
-          prompt_id: The prompt.
-          row: Its row.
-          parts: Of `hold`.
+        to be computed after that is rewritten in order: texts between chunks, and tokens that were selected.
         """
         if not any(chunk_id < chunks_of(cache.control).num_chunks for chunk_id in parts):
             return cache

@@ -89,39 +89,23 @@ def padded_name(tokens: arguments.Array, chunks: Chunks) -> jax.Array:
 
 
 class _Plan(NamedTuple):
-    """The entries of a call.
-
-    Attributes:
-      stored: StoredChunks, the result.
-      new_ids: i32[n], chunks to store, else nowhere.
-      tokens: i32[n, max_chunk_len], the names.
-      namespace: u32[n, 4].
-      columns: _Columns of each group.
-    """
+    """The entries of a call."""
 
     stored: StoredChunks
-    new_ids: jax.Array
-    tokens: jax.Array
-    namespace: jax.Array
-    columns: list["_Columns"]
+    new_ids: jax.Array  # i32[n], chunks to store, else nowhere
+    tokens: jax.Array  # i32[n, max_chunk_len], the names
+    namespace: jax.Array  # u32[n, 4]
+    columns: list["_Columns"]  # of each group
 
 
 class _Columns(NamedTuple):
-    """The blocks of spans in one layer group.
+    """The blocks of spans in one layer group."""
 
-    Attributes:
-      first: i32[n], the row's first column with a token of the span.
-      entries: i32[n, C], the row's blocks from there on.
-      is_shared: bool[n, C], the chunk holds the row's block.
-      is_copied: bool[n, C], it holds a block of its own with the tokens of the span.
-      is_lost: bool[n], a window released what the token after the span reads of it.
-    """
-
-    first: jax.Array
-    entries: jax.Array
-    is_shared: jax.Array
-    is_copied: jax.Array
-    is_lost: jax.Array
+    first: jax.Array  # i32[n], the row's first column with a token of the span
+    entries: jax.Array  # i32[n, C], the row's blocks from there on
+    is_shared: jax.Array  # bool[n, C], the chunk holds the row's block
+    is_copied: jax.Array  # bool[n, C], it holds a block of its own with the tokens of the span
+    is_lost: jax.Array  # bool[n], a window released tokens of it that the token after the span reads
 
 
 @functools.partial(jax.jit, static_argnames="max_len")

@@ -134,21 +134,12 @@ def _checked_scores(cache: Cache, scores: ArrayLike, num_rows: int) -> arguments
 
 
 class _Plan(NamedTuple):
-    """The rows of a call and what becomes of them; dicts are by layer group.
+    """The rows of a call and what becomes of them; dicts are by layer group."""
 
-    Attributes:
-      status: i32[n].
-      rows: i32[n], rows that are compressed, else nowhere.
-      new_len: i32[n], places of the row afterwards.
-      same_len: i32[n], first tokens, whose blocks stay as they are.
-      kept: What each group keeps.
-      columns: Its columns.
-    """
-
-    status: jax.Array
-    rows: jax.Array
-    new_len: jax.Array
-    same_len: jax.Array
+    status: jax.Array  # i32[n]
+    rows: jax.Array  # i32[n], rows that are compressed, else nowhere
+    new_len: jax.Array  # i32[n], places of the row afterwards
+    same_len: jax.Array  # i32[n], first tokens, whose blocks stay as they are
     kept: dict[int, Kept]
     columns: dict[int, MovedColumns]
 

@@ -83,10 +83,9 @@ def _droppable(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Finds the tokens of each row that lie in whole blocks after its sinks, and as few of them as will do.
 
-    Returns:
-      i32[max_seqs], blocks of groups above the target that become free if all of these tokens are dropped.
-      i32[max_seqs], the first of them in the text.
-      i32[max_seqs], how many to drop: up to the first block with which all groups are at the target, or all.
+    Counts the blocks of groups above the target that become free if all of these tokens are dropped; then the
+    first of them in the text; then how many to drop, up to the first block with which all groups are at the
+    target, or all. All are i32[max_seqs].
     """
     assert control.holes is not None
     holes, unit = control.holes, config.drop_unit

@@ -131,23 +131,14 @@ def drop_rows(
 
 
 class _Plan(NamedTuple):
-    """Rows and the tokens that they drop, i32[n].
-
-    Attributes:
-      status: See `Status`.
-      rows: Rows that drop something, else `max_seqs`.
-      holes: Holes of the rows afterwards.
-      context_len: Tokens of the rows before.
-      first_gone: First place whose block is released.
-      num_gone: Places of blocks that are released.
-    """
+    """Rows and the tokens that they drop, i32[n]."""
 
     status: jax.Array
-    rows: jax.Array
-    holes: Holes
-    context_len: jax.Array
-    first_gone: jax.Array
-    num_gone: jax.Array
+    rows: jax.Array  # rows that drop something, else `max_seqs`
+    holes: Holes  # of the rows afterwards
+    context_len: jax.Array  # before
+    first_gone: jax.Array  # first place whose block is released
+    num_gone: jax.Array  # places of blocks that are released
 
 
 def _plan(

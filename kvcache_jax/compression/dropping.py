@@ -27,13 +27,10 @@ from kvcache_jax.layers.span import ceil_div
 
 @pytree_dataclass()
 class OriginalSinks:
-    """The blocks with original keys of sinks that were rotated.
+    """The blocks with original keys of sinks that were rotated."""
 
-    Attributes:
-      block_ids: per group i32[max_seqs, columns], nowhere where the row reads what was written; a group of
-        sources has no columns.
-    """
-
+    # Per group i32[max_seqs, columns], nowhere where the row reads the original keys; a group of sources
+    # has no columns.
     block_ids: tuple[jax.Array, ...]
 
 

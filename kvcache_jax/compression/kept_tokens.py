@@ -17,17 +17,11 @@ from kvcache_jax.operations.exchange import Exchange
 
 
 class Kept(NamedTuple):
-    """The tokens that rows of one layer group keep.
+    """The tokens that rows of one layer group keep."""
 
-    Attributes:
-      sources: As in `TokenMoves`.
-      first: i32[n], first place with a token.
-      same_len: i32[n], first tokens, which stay where they are, in all layers and heads.
-    """
-
-    sources: jax.Array
-    first: jax.Array
-    same_len: jax.Array
+    sources: jax.Array  # as in `TokenMoves`
+    first: jax.Array  # i32[n], first place with a token
+    same_len: jax.Array  # i32[n], first tokens, which stay where they are, in all layers and heads
 
 
 def counts_of(num_keep: jax.Array, group: LayerGroup, config: CacheConfig) -> tuple[jax.Array, jax.Array]:
@@ -55,15 +49,9 @@ def keep(
     new_len: jax.Array,
     group: LayerGroup,
 ) -> Kept:
-    """Chooses what rows keep in a layer group, the last of it at place `new_len - 1`.
+    """Chooses the tokens that rows keep in a layer group, the last of them at place `new_len - 1`.
 
-    Args:
-      scores: f32[n, layers, heads, max_seq_len].
-      context_len: i32[n], tokens before.
-      holes: Holes of the rows and the group.
-      num_keep: i32[n].
-      new_len: i32[n].
-      group: The layer group.
+    `scores` is f32[n, layers, heads, max_seq_len], `holes` of the rows and the group, all else i32[n].
     """
     shape, width = scores.shape, group.max_blocks_per_seq * group.block_size
     num_keep, first = num_keep[:, None, None, None], new_len - num_keep
@@ -87,15 +75,10 @@ def keep(
 
 
 class MovedColumns(NamedTuple):
-    """The columns of rows of one layer group, `[n, C]`.
+    """The columns of rows of one layer group, `[n, C]`."""
 
-    Attributes:
-      exchange: Blocks that the row takes and releases.
-      reused: i32, the row's own blocks that get moved tokens, in their new columns, or nowhere.
-    """
-
-    exchange: Exchange
-    reused: jax.Array
+    exchange: Exchange  # blocks that the row takes and releases
+    reused: jax.Array  # i32, the row's own blocks that get moved tokens, in their new columns, or nowhere
 
 
 def moved_columns_of(
@@ -107,16 +90,10 @@ def moved_columns_of(
     new_len: jax.Array,
     same_len: jax.Array,
 ) -> MovedColumns:
-    """Finds the columns that are written, and the blocks that may be.
+    """Finds the columns of rows i32[n] that are written, and the blocks that may be.
 
-    Args:
-      pool: Of the group.
-      group: The layer group.
-      seq_ids: i32[n].
-      first: i32[n], first place with a token afterwards.
-      context_len: i32[n], tokens before.
-      new_len: i32[n], places afterwards.
-      same_len: i32[n], first tokens, whose blocks stay.
+    The blocks of the first `same_len` of `context_len` tokens stay; afterwards the row has `new_len` places,
+    with tokens from `first` on; i32[n] all.
     """
     entries = get_at(pool.block_table, seq_ids, pool.num_blocks)
     num_before, num_after = group.num_columns(context_len), group.num_columns(new_len)

@@ -14,17 +14,12 @@ from kvcache_jax.operations.exchange import Exchange
 
 
 class SinkColumns(NamedTuple):
-    """The columns of rows of one layer group that hold sinks, `[n, C]`.
+    """The columns of rows of one layer group that hold sinks, `[n, C]`."""
 
-    Attributes:
-      read: i32, the blocks that the row reads.
-      original: i32, blocks with the original keys, which the row may read so far.
-      exchange: The rotated keys need a block where the sinks move for the first time, or where others read
-        theirs, which the row then releases; original blocks are held on.
-    """
-
-    read: jax.Array
-    original: jax.Array
+    read: jax.Array  # i32, the blocks that the row reads
+    original: jax.Array  # i32, blocks with the original keys, which the row may read so far
+    # The rotated keys need a block where the sinks move for the first time, or where others read theirs,
+    # which the row then releases; original blocks are held on.
     exchange: Exchange
 
 
@@ -33,12 +28,7 @@ def sink_columns(
 ) -> SinkColumns:
     """Finds the columns of the first `num_sinks` tokens of rows, i32[n] both.
 
-    Args:
-      pool: Of the group.
-      block_ids: i32[max_seqs, C], original blocks of the group.
-      group: The layer group.
-      seq_ids: i32[n].
-      num_sinks: i32[n].
+    `block_ids` i32[max_seqs, C] are the original blocks of the group.
     """
     columns = jnp.arange(block_ids.shape[1], dtype=jnp.int32)[None]
     entries = read = get_at(pool.block_table, (seq_ids[:, None], columns), pool.num_blocks)
@@ -65,20 +55,11 @@ def rotate_sinks(
     num_tokens: jax.Array,
     distance: jax.Array,
 ) -> tuple[jax.Array, SpanMoves]:
-    """Lists the keys of sinks that move into blocks of the rows' own.
+    """Lists the keys of sinks that move into blocks of the rows' own; returns the original blocks, too.
 
-    Args:
-      block_ids: i32[max_seqs, C], original blocks of the group.
-      group: The layer group.
-      rows: i32[n], which differ; `max_seqs` for none.
-      found: Of these rows, or others where there is none.
-      new: i32[n, C], blocks that the rows took, or nowhere.
-      num_sinks: i32[n], first tokens of the rows, whose keys move.
-      num_tokens: i32[n], all tokens of the rows, of which some may follow the sinks in the same block.
-      distance: i32[n], positions that the keys move by, from where they were computed.
-
-    Returns:
-      The original blocks, and what is to be written.
+    The keys of the first `num_sinks` i32[n] of `num_tokens` i32[n] tokens move by `distance` i32[n] positions
+    from where they were computed, some into blocks `new` i32[n, C] that `rows` took. An entry without row has
+    `max_seqs` there, and anything in `found`.
     """
     nowhere, is_row = group.num_blocks, (rows < block_ids.shape[0])[:, None]
     columns = jnp.arange(found.read.shape[1], dtype=jnp.int32)[None]

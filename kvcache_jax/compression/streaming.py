@@ -93,11 +93,7 @@ class Streaming(Retention):
 
 
 def require_streaming(caller: str, streaming: Any, config: CacheConfig) -> None:
-    """Refuses what is no `Streaming`, and a cache whose rows cannot stream so.
-
-    Raises:
-      ValueError, TypeError: names got, expected and the fix.
-    """
+    """Refuses what is no `Streaming`, and a cache whose rows cannot stream so."""
     if not isinstance(streaming, Streaming):
         raise TypeError(
             f"{caller} got {streaming!r}, expected kv.compression.Streaming(window=..., num_sink_tokens=...)"

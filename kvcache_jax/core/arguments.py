@@ -29,17 +29,11 @@ Layer = int | jax.Array | tuple[int, int | jax.Array]
 
 
 class Place(NamedTuple):
-    """A layer's keys and values in a cache.
-
-    Attributes:
-      group_id: Layer group.
-      layer: i32[], index in the group.
-      pool: The group's keys and values.
-    """
+    """A layer's keys and values in a cache."""
 
     group_id: int
-    layer: jax.Array | np.int32
-    pool: KVPool
+    layer: jax.Array | np.int32  # i32[], index in the group
+    pool: KVPool  # of the group
 
 
 Array = jax.Array | np.ndarray
@@ -328,13 +322,10 @@ def require_floats(name: str, values: Any) -> None:
 def layer_inputs(
     cache: Cache, place: Place, given: Mapping[str, Any], tokens: tuple[int, ...]
 ) -> dict[str, jax.Array]:
-    """Checks the inputs of a model for one layer, by the names of the kind's inputs, and returns it.
+    """Checks the inputs of a model for one layer, by the names of the kind's inputs, and returns them.
 
-    Args:
-      cache: Not changed.
-      place: The layer.
-      given: `[*tokens, *inputs[name]]` by name; None where the kind takes nothing.
-      tokens: Shape of the tokens, a step's or a source's.
+    Those `given` are `[*tokens, *inputs[name]]`, None where the kind takes nothing; `tokens` is the shape of
+    a step's tokens, or of a source's.
     """
     group, inputs = cache.config.groups[place.group_id], {}
     expected = group.kind.inputs

@@ -189,11 +189,7 @@ def extra_to_json(extra: Extra) -> dict[str, Any]:
 
 
 def extra_from_json(values: dict[str, Any]) -> Extra:
-    """Computes the inverse of `extra_to_json`.
-
-    Raises:
-      ValueError: no class of that name is defined.
-    """
+    """Computes the inverse of `extra_to_json`; refuses the name of a class that is not defined."""
     options = dict(values)
     name = options.pop("extra")
     if name not in _extras:

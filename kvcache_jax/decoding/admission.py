@@ -35,17 +35,7 @@ def admit(
     computed. Blocks that the prompts' features hold are given up where prompts or running rows need them, but
     for the parts of a prompt that is being put together.
 
-    Args:
-      state: With the rows that run.
-      requests: The prompts that wait.
-      host: The continuation of each row.
-      prompt_rows: The prompts as rows are started for them.
-      max_new_tokens: Per continuation.
-      retention: The tokens that rows keep.
-      prefill_len: Prompt tokens in one call of the model.
-
-    Returns:
-      The state; {first row: rows of all samples}; how many tokens of the prompts were cached.
+    Returns also {first row: rows of all samples} of the prompts, and how many tokens of them were cached.
     """
     admitted: dict[int, list[int]] = {}
     num_cached = 0

@@ -27,13 +27,9 @@ _functions_of_code: dict[types.CodeType, set[int]] = {}
 
 
 def check_model(caller: str, forward: Any, config: Any, *values: Any) -> None:
-    """Refuses a call within a trace, of which `values` may be part, and what is no model or config.
+    """Refuses a call within a trace, and what is no model or config.
 
-    Args:
-      caller: The function that was called.
-      forward: The model, which `jit` must know again.
-      config: The config of its cache.
-      values: Pytrees that are handed to compiled programs; the first are the parameters.
+    The pytrees `values`, first the parameters, are handed to compiled programs and must not be traced.
     """
     require_config(caller, config)
     if config.source_layers:

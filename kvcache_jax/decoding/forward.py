@@ -18,11 +18,7 @@ that carries a state along a row's tokens, beside `kv.attention`, must join them
 
 
 def width_of(result: Any, num_rows: int, num_tokens: int) -> int:
-    """Finds the logits' width in what `forward` returned, arrays or their shapes, for a padded step.
-
-    Raises:
-      TypeError: it is something else than logits and the cache.
-    """
+    """Finds the logits' width in what `forward` returned, arrays or their shapes, for a padded step."""
     parts = result if isinstance(result, tuple) else (result,)
     is_array = [isinstance(part, jax.ShapeDtypeStruct | jax.Array) for part in parts]
     kinds = [

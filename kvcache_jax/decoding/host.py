@@ -125,11 +125,7 @@ def row_list(rows: Sequence[int], max_seqs: int) -> np.ndarray:
 
 
 def idle_cache(caller: str, cache: Cache | None, config: CacheConfig) -> Cache:
-    """Returns the caller's cache if it can be continued, else an empty one.
-
-    Raises:
-      ValueError, TypeError: no cache, a donated one, one of another config, or with rows that are active.
-    """
+    """Returns the caller's cache, or an empty one for None; refuses one that cannot be continued."""
     if cache is None:
         return init(config)
     require_values(caller, cache, pools=True)
@@ -143,15 +139,7 @@ def idle_cache(caller: str, cache: Cache | None, config: CacheConfig) -> Cache:
 
 
 class Requests:
-    """The prompts that wait, with the number of samples of each.
-
-    Attributes:
-      prompts: Their tokens.
-      num_samples: Samples of each prompt.
-      namespaces: u32[prompts, 4].
-      seeds: Two numbers per prompt that, with the sample's, begin a stream of random numbers.
-      waiting: The numbers of those that have samples which no row decodes yet, and these samples.
-    """
+    """The prompts of a call, and which of their samples wait for rows."""
 
     def __init__(
         self,
@@ -162,8 +150,10 @@ class Requests:
     ):
         self.prompts = prompt_tokens(prompts)
         self.num_samples = num_samples
-        self.namespaces = np.asarray(namespace_words(namespace, len(self.prompts)))
+        self.namespaces = np.asarray(namespace_words(namespace, len(self.prompts)))  # u32[prompts, 4]
+        # Two numbers per prompt that, with the sample's, begin a stream of random numbers.
         self.seeds = prompt_seeds(seed, len(self.prompts))
+        # Prompts with samples that no row decodes yet, and these samples.
         self.waiting = deque((prompt_id, range(num_samples)) for prompt_id in range(len(self.prompts)))
 
 

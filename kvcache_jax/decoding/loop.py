@@ -44,51 +44,31 @@ class Phase(enum.IntEnum):
 
 @pytree_dataclass()
 class DecodeState:
-    """State that decoding carries from step to step.
-
-    Attributes:
-      cache: The target model's.
-      draft_cache: The draft model's; None without one.
-      history: i32[max_seqs, width], each row's prompt and what was generated; `width` is `max_seq_len`, but
-        for rows that drop tokens the length of the longest text.
-      prompt_len: i32[max_seqs].
-      length: i32[max_seqs], tokens in `history`. The last one is not in the cache yet.
-      max_len: i32[max_seqs], length at which the row ends.
-      logprobs: f32[max_seqs, width], of each generated token, under the model's own distribution.
-      phase: i32[max_seqs], each row's `Phase`.
-      sampling: SamplingColumns of each row.
-      stop_tokens: i32[any], ids that end a row; -1 for none.
-      num_steps: i32[], model calls of the decode loop.
-      num_drafted: i32[], draft tokens proposed.
-      num_accepted: i32[], draft tokens that the model accepted.
-    """
+    """State that decoding carries from step to step."""
 
     cache: Cache
-    draft_cache: Cache | None
+    draft_cache: Cache | None  # of the draft model; None without one
+    # i32[max_seqs, width], each row's prompt and generated tokens; `width` is `max_seq_len`, but for rows
+    # that drop tokens the length of the longest text.
     history: jax.Array
-    prompt_len: jax.Array
-    length: jax.Array
-    max_len: jax.Array
-    logprobs: jax.Array
-    phase: jax.Array
+    prompt_len: jax.Array  # i32[max_seqs]
+    length: jax.Array  # i32[max_seqs], tokens in `history`; the last one is not in the cache yet
+    max_len: jax.Array  # i32[max_seqs], length at which the row ends
+    logprobs: jax.Array  # f32[max_seqs, width], of each generated token, under the model's own distribution
+    phase: jax.Array  # i32[max_seqs], each row's `Phase`
     sampling: SamplingColumns
-    stop_tokens: jax.Array
-    num_steps: jax.Array
-    num_drafted: jax.Array
-    num_accepted: jax.Array
+    stop_tokens: jax.Array  # i32[any], ids that end a row; -1 for none
+    num_steps: jax.Array  # i32[], model calls of the decode loop
+    num_drafted: jax.Array  # i32[], draft tokens proposed
+    num_accepted: jax.Array  # i32[], draft tokens that the model accepted
 
 
 @dataclasses.dataclass(frozen=True)
 class DraftSource:
-    """Source of draft tokens (static).
+    """Source of draft tokens (static)."""
 
-    Attributes:
-      num_drafts: Proposed per step.
-      forward: The draft model's; None looks up n-grams in the row's own history.
-    """
-
-    num_drafts: int
-    forward: Forward | None = None
+    num_drafts: int  # per step
+    forward: Forward | None = None  # of the draft model; None looks up n-grams in the row's text
 
 
 class Proposals(NamedTuple):
@@ -132,15 +112,6 @@ def decode(
     """Decodes until a row has ended, so that its blocks can be assigned to others, or for `max_steps` steps.
 
     No step is made where one has already: with the first token, or for want of blocks in its prefill.
-
-    Args:
-      forward: The model (static).
-      params: Its parameters.
-      draft_params: The draft model's, or None.
-      state: Donated.
-      max_steps: i32[].
-      draft_source: For speculative decoding, or None (static).
-      retention: The tokens that rows keep (static); all with drafts.
     """
     first_step = state.num_steps
 

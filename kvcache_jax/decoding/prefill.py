@@ -32,52 +32,32 @@ _PIECES = 4
 
 
 class Pieces(NamedTuple):
-    """The tokens of one call of the model, in numpy: `P` pieces of `T`.
+    """The tokens of one call of the model, in numpy: `P` pieces of `T`."""
 
-    Attributes:
-      tokens: i32[P, T]; 0 where there is none.
-      targets: i32[P, T], the token after each.
-      rows: i32[P], row of each piece; `max_seqs` for a piece without row.
-      first: i32[P], position of its first token.
-      nth: i32[P], its number among the row's pieces in this call.
-      num_tokens: i32[P].
-      last_of: i32[P], the row whose last token ends the piece; `max_seqs` for none.
-    """
-
-    tokens: np.ndarray
-    targets: np.ndarray
-    rows: np.ndarray
-    first: np.ndarray
-    nth: np.ndarray
-    num_tokens: np.ndarray
-    last_of: np.ndarray
+    tokens: np.ndarray  # i32[P, T]; 0 where there is none
+    targets: np.ndarray  # i32[P, T], the token after each
+    rows: np.ndarray  # i32[P], row of each piece; `max_seqs` for a piece without row
+    first: np.ndarray  # i32[P], position of its first token
+    nth: np.ndarray  # i32[P], its number among the row's pieces in this call
+    num_tokens: np.ndarray  # i32[P]
+    last_of: np.ndarray  # i32[P], the row whose last token ends the piece; `max_seqs` for none
 
 
 class Scores(NamedTuple):
-    """Log-probabilities of the tokens that follow the tokens of a call.
+    """Log-probabilities of the tokens that follow the tokens of a call."""
 
-    Attributes:
-      logprobs: f32[P, T], log-probability of each target.
-      is_scored: bool[P, T], whether its logits are numbers.
-    """
-
-    logprobs: jax.Array
-    is_scored: jax.Array
+    logprobs: jax.Array  # f32[P, T], log-probability of each target
+    is_scored: jax.Array  # bool[P, T], whether its logits are numbers
 
 
 class FeedResult(NamedTuple):
-    """Results of `feed`, by row.
+    """Results of `feed`, by row."""
 
-    Attributes:
-      logits: f32[max_seqs, vocab], after each row's last token; 0 for rows that were fed nothing. If no row
-        was fed anything, `vocab` is 0.
-      status: i32[max_seqs], of the `extend` that failed, OK for all other rows.
-      scores: Each call's pieces and their scores, if they were asked for.
-    """
-
+    # f32[max_seqs, vocab], after each row's last token; 0 for rows that were fed nothing. If no row was fed
+    # anything, `vocab` is 0.
     logits: jax.Array
-    status: jax.Array
-    scores: list[tuple[Pieces, Scores]]
+    status: jax.Array  # i32[max_seqs], of the `extend` that failed; OK for other rows
+    scores: list[tuple[Pieces, Scores]]  # of each call, if they were asked for
 
 
 def prefill(
@@ -91,18 +71,7 @@ def prefill(
     is_scoring: bool = False,
     retention: Retention = KEEP_ALL,
 ) -> tuple[Cache, FeedResult]:
-    """Feeds prompts as `feed` does; with prefix caching commits those whose last logits are numbers.
-
-    Args:
-      forward: As in `feed`, as all that follow.
-      params: The model's.
-      cache: Donated.
-      history: i32[max_seqs, P].
-      length: i32[max_seqs].
-      prefill_len: Tokens of all rows in one call.
-      is_scoring: Scores the tokens too.
-      retention: The tokens that rows keep.
-    """
+    """Feeds prompts as `feed` does; with prefix caching commits those whose last logits are numbers."""
     options: dict[str, Any] = dict(prefill_len=prefill_len, is_scoring=is_scoring, retention=retention)
     cache, fed = feed(forward, params, cache, history, length, **options)
     if cache.config.enable_prefix_caching and length.any():
@@ -122,17 +91,11 @@ def feed(
     is_scoring: bool = False,
     retention: Retention = KEEP_ALL,
 ) -> tuple[Cache, FeedResult]:
-    """Feeds rows from their `context_len` to their `length`, at most `prefill_len` tokens a call.
+    """Feeds rows from their `context_len` to their `length` i32[max_seqs]; the cache is donated.
 
-    Args:
-      forward: The model.
-      params: Its parameters.
-      cache: Donated.
-      history: i32[max_seqs, P], tokens of each row from its beginning.
-      length: i32[max_seqs]; rows that are already there take no part.
-      prefill_len: Tokens of all rows in one call.
-      is_scoring: Scores the tokens too, each by the logits before it.
-      retention: The tokens that rows keep; rows that drop some start empty.
+    A call of the model takes at most `prefill_len` tokens of `history` i32[max_seqs, P], each row's tokens
+    from its beginning. With `is_scoring` each is scored by the logits before it. Rows that drop tokens start
+    empty.
     """
     max_seqs = cache.max_seqs
     status, logits, scores = np.zeros(max_seqs, np.int32), jnp.zeros((max_seqs, 0), jnp.float32), []
@@ -154,11 +117,7 @@ def one_call_len(num_tokens: int) -> int:
 
 
 def vocab_size(forward: Forward, params: Any, cache: Cache, prefill_len: int) -> int:
-    """Returns the width of the model's logits; `feed` reuses what is traced here.
-
-    Raises:
-      TypeError: `forward` returns something else than logits and the cache.
-    """
+    """Returns the width of the model's logits; `feed` reuses the program traced here."""
     pieces = _nobody(prefill_len, cache.max_seqs)
     status = np.zeros(cache.max_seqs, np.int32)
     options: dict[str, Any] = dict(is_scoring=False, retention=KEEP_ALL)
@@ -214,8 +173,7 @@ def _feed_pieces(
 ) -> tuple[Cache, jax.Array, jax.Array, Scores | None]:
     """Calls the model once on pieces; rows whose `status` i32[max_seqs] is not OK are left out.
 
-    Returns:
-      The cache; the new status; the logits f32[P, vocab] after each piece's last token; the scores.
+    Returns also the new status, and the logits f32[P, vocab] after each piece's last token.
     """
     num_pieces, piece_len = pieces.tokens.shape
     nobody = cache.max_seqs
@@ -252,14 +210,10 @@ def _feed_pieces(
 def padded_step(
     step: Step, entry: jax.Array, first: ArrayLike, num_tokens: ArrayLike, shape: tuple[int, ...]
 ) -> Step:
-    """Converts a packed step to a padded one of pieces, without plans.
+    """Converts a packed step, the pieces' rows end to end, to a padded one of pieces, without plans.
 
-    Args:
-      step: Has the pieces' rows end to end.
-      entry: i32[P], the entry of each piece's row.
-      first: i32[P], position of each piece's first token in the text.
-      num_tokens: i32[P].
-      shape: `(P, T)`.
+    Each piece, of `shape` `(P, T)`, has `num_tokens` i32[P] from the position `first` i32[P] of the text on;
+    its row is the `entry` i32[P] of the packed step.
     """
     query_len = jnp.where(step.query_len[entry] > 0, jnp.asarray(num_tokens), 0)
     shift = None if step.shift is None else step.shift.reshape(shape)

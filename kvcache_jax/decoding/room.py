@@ -15,35 +15,21 @@ from kvcache_jax.layers.span import ceil_div
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """The rows that run or start.
-
-    Attributes:
-      ids: Their numbers.
-      forks: {row that is still to be forked: row with its prompt}.
-      prompt_len: i32[max_seqs].
-      max_len: i32[max_seqs], where each ends.
-    """
+    """The rows that run or start."""
 
     ids: Sequence[int]
-    forks: Mapping[int, int]
-    prompt_len: np.ndarray
-    max_len: np.ndarray
+    forks: Mapping[int, int]  # {row that is still to be forked: row with its prompt}
+    prompt_len: np.ndarray  # i32[max_seqs]
+    max_len: np.ndarray  # i32[max_seqs], where each ends
 
 
 class _Growth(NamedTuple):
-    """The columns of one row's table: those filled or reserved now, at its prompt's end, and at its own.
-
-    Attributes:
-      now: So many columns.
-      prompt: So many; all samples of a prompt share them at first.
-      end: So many. The last token of a row is drawn and not stored.
-      num_copies: 1 for a fork that copies the prompt's last block, else 0.
-    """
+    """The columns of one row's table: those filled or reserved now, at its prompt's end, and at its own."""
 
     now: int
-    prompt: int
-    end: int
-    num_copies: int
+    prompt: int  # all samples of a prompt share them at first
+    end: int  # the last token of a row is drawn and not stored
+    num_copies: int  # 1 for a fork that copies the prompt's last block, else 0
 
 
 def num_side_by_side(
@@ -68,13 +54,7 @@ def num_side_by_side(
 
 
 def rows_fit(cache: Cache, rows: Rows, retention: Retention) -> bool:
-    """Tests whether `rows` can all go on to their ends together.
-
-    Args:
-      cache: Holds them, and no other rows, except those that are still to be forked.
-      rows: Those that run or start.
-      retention: The tokens that rows keep.
-    """
+    """Tests whether `rows`, all that the cache holds or will fork, can go on to their ends together."""
     for group, pool in zip(cache.config.groups, cache.control.block_pools, strict=True):
         table, ref_count = np.asarray(pool.block_table), np.asarray(pool.ref_count)
         entries = table[table < pool.num_blocks]
@@ -117,13 +97,8 @@ def _most_needed(
 
     Either what is held now stays, held by one row or another, and each row takes blocks of its own beside; or
     the rows share nothing more, and each holds as many as a row can, which are few where windows release.
-
-    Args:
-      group: The layer group.
-      num_held: Blocks that they hold now.
-      growths: Of each row.
-      num_copies: Of last blocks that are copied before they are written.
-      num_published: Those among them that are copied by their last owner too.
+    Last blocks are copied `num_copies` times before they are written, `num_published` times by their last
+    owner.
     """
     most, num_taken = group.max_held_blocks, 0
     for growth in growths:

@@ -37,17 +37,16 @@ def accept_drafts(
 
     Args:
       target_logprobs: f32[n, D + 1, vocab], entry d the target's distribution after d drafts: from
-        `sampling.filtered_logprobs`, for this is what is emitted.
+        `sampling.filtered_logprobs`.
       draft_tokens: i32[n, D]; an id outside the vocabulary is rejected.
       num_drafts: i32[n], how many of a row's drafts count, at most D.
-      draft_logprobs: f32[n, D, vocab], what the drafts were drawn from, filters included; None if they are
-        not random (`ngram_drafts`).
+      draft_logprobs: f32[n, D, vocab], the distributions that the drafts were drawn from, filters included;
+        None if they are not random (`ngram_drafts`).
       keys: keys[n, D + 1], from `sampling.row_keys` with the position of each draft and of the token after
         them. Random drafts may be drawn from the same keys: the bits used here are others.
 
     Returns:
-      num_accepted i32[n], and the token that follows them, next_token i32[n]. The row emits
-      `draft_tokens[:num_accepted]`, then `next_token`.
+      num_accepted i32[n], and the token that follows them, i32[n].
 
     References:
       Leviathan, Kalman, Matias, "Fast Inference from Transformers via Speculative Decoding",
@@ -115,19 +114,11 @@ def _num_leading(mask: jax.Array) -> jax.Array:
 def ngram_drafts(
     tokens: jax.Array, length: jax.Array, num_drafts: int, ngram: int = 3
 ) -> tuple[jax.Array, jax.Array]:
-    """Proposes what followed the last occurrence of the row's ending (prompt lookup).
+    """Proposes the tokens i32[n, num_drafts] that followed the last occurrence of the row's ending.
 
     Looks for the most recent earlier occurrence of the row's last `ngram` tokens, which may overlap the end;
-    if there is none, of its last `ngram - 1`, down to 1; and proposes the tokens that followed it there.
-
-    Args:
-      tokens: i32[n, T]; entries at or past `length` are not read.
-      length: i32[n], tokens in each row.
-      num_drafts: At most so many drafts; a Python int.
-      ngram: Length of the longest ending looked for; a Python int.
-
-    Returns:
-      drafts i32[n, num_drafts], 0 where there is none, and count i32[n], how many there are.
+    if there is none, of its last `ngram - 1`, down to 1. A row has `length` i32[n] of `tokens` i32[n, T].
+    Counts the tokens that are proposed, i32[n]; the others are 0.
 
     References:
       Saxena, "Prompt Lookup Decoding", 2023, github.com/apoorvumang/prompt-lookup-decoding.

@@ -185,8 +185,7 @@ def fork_samples(state: EngineState) -> EngineState:
 def preempt(state: EngineState, options: Options) -> tuple[EngineState, jax.Array]:
     """Frees rows until those that stay have a block for their next token; touches no pool.
 
-    Returns:
-      The state, and bool[max_seqs], rows that go on without one.
+    Masks the rows that go on without one, bool[max_seqs].
     """
     cache = state.cache
     wanted = (state.num_to_compute > 0).astype(jnp.int32)

@@ -19,21 +19,15 @@ from kvcache_jax.operations.truncate import truncate_rows
 
 
 class Drawn(NamedTuple):
-    """The tokens drawn for each row in one step.
+    """The tokens drawn for each row in one step."""
 
-    Attributes:
-      tokens: i32[max_seqs, width].
-      logprobs: f32[max_seqs, width].
-      num_tokens: i32[max_seqs], how many of them count.
-      failure: i32[max_seqs], why nothing can be drawn from the logits after them: `Finish.NAN_LOGITS` or
-        `Finish.NO_TOKEN`; `Finish.NOT_YET` where something can.
-      tops: The most probable tokens i32[max_seqs, width, K] and their log-probabilities; None for K = 0.
-    """
-
-    tokens: jax.Array
-    logprobs: jax.Array
-    num_tokens: jax.Array
+    tokens: jax.Array  # i32[max_seqs, width]
+    logprobs: jax.Array  # f32[max_seqs, width]
+    num_tokens: jax.Array  # i32[max_seqs], how many of them count
+    # i32[max_seqs], why nothing can be drawn from the logits after them: `Finish.NAN_LOGITS` or
+    # `Finish.NO_TOKEN`; `Finish.NOT_YET` elsewhere.
     failure: jax.Array
+    # The most probable tokens i32[max_seqs, width, K] and their log-probabilities; None for K = 0.
     tops: tuple[jax.Array, jax.Array] | None
 
 
@@ -50,15 +44,9 @@ def row_sampling(state: EngineState) -> SamplingColumns:
 
 
 def next_tokens(state: EngineState, wanted: jax.Array, options: Options) -> tuple[jax.Array, jax.Array]:
-    """Picks what rows compute next: tokens that are known, and drafts after the last one.
+    """Picks the tokens that rows compute next, i32[max_seqs, width]: known ones, and drafts after the last.
 
-    Args:
-      state: The engine's.
-      wanted: bool[max_seqs], rows that take part.
-      options: The engine's.
-
-    Returns:
-      Tokens i32[max_seqs, width], and how many count, i32[max_seqs].
+    Rows take part where `wanted` bool[max_seqs]. Counts the tokens of each row too, i32[max_seqs].
     """
     start = get_at(state.requests.start, state.row_request, 0)
     place = jnp.arange(options.width, dtype=jnp.int32)[None]
@@ -85,12 +73,7 @@ def draw(
 ) -> tuple[EngineState, Drawn]:
     """Draws the next token of rows that computed all they know; takes back drafts that were not accepted.
 
-    Args:
-      state: After the step.
-      step: Of all rows.
-      logits: f32[max_seqs, width, vocab].
-      tokens: i32[max_seqs, width], what was computed.
-      options: The engine's.
+    The `logits` f32[max_seqs, width, vocab] are of the `tokens` i32[max_seqs, width] that a step computed.
     """
     # A row draws only when all its known tokens are computed: earlier parts of a prompt draw nothing.
     is_there = (step.query_len > 0) & (state.cache.context_len >= state.row_length) & state.is_running

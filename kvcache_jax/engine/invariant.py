@@ -47,17 +47,11 @@ def body_len(max_seqs: int, options: Options) -> int:
 
 
 class Prompts(NamedTuple):
-    """The prompt tokens of a step.
+    """The prompt tokens of a step."""
 
-    Attributes:
-      tokens: i32[n, 1].
-      step: Step of n rows of one token each, without plans.
-      num_parts: i32[], bodies that they fill.
-    """
-
-    tokens: jax.Array
-    step: Step
-    num_parts: jax.Array
+    tokens: jax.Array  # i32[n, 1]
+    step: Step  # of n rows of one token each, without plans
+    num_parts: jax.Array  # i32[], bodies that they fill
 
 
 class Next(NamedTuple):

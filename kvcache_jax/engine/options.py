@@ -125,37 +125,21 @@ def require_axis(name: str, axis: str | None, mesh: Mesh | None) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Choices that are compiled into the program; hashable.
+    """Choices that are compiled into the program; hashable."""
 
-    Attributes:
-      policy: Name of a `request_policy`.
-      num_pieces: Pieces of prompts that a step computes beside the rows' next tokens.
-      piece_len: Tokens of a piece.
-      num_drafts: Draft tokens per row and step.
-      num_top_logprobs: Most probable tokens whose log-probabilities are reported.
-      watermark: Share of the blocks that an admission leaves free while a row runs.
-      ageing_steps: As in `RequestMetadata`.
-      max_bypasses: Later requests that may be admitted before one, as in `RequestMetadata`.
-      most_admissions: Requests looked at for admission in one step.
-      long_prefill_len: Most tokens of one prompt in one step.
-      input_weight: Service of a token of a prompt.
-      output_weight: Service of a generated token.
-      batch_invariant: Whether a token's logits may not depend on its company, to the bit; pieces are then of
-        one token.
-    """
-
-    policy: str
-    num_pieces: int
-    piece_len: int
-    num_drafts: int
-    num_top_logprobs: int
-    watermark: float
-    ageing_steps: int
-    max_bypasses: int
-    most_admissions: int
-    long_prefill_len: int
-    input_weight: int
-    output_weight: int
+    policy: str  # name of a `request_policy`
+    num_pieces: int  # pieces of prompts that a step computes beside the rows' next tokens
+    piece_len: int  # tokens of a piece
+    num_drafts: int  # draft tokens per row and step
+    num_top_logprobs: int  # most probable tokens whose log-probabilities are reported
+    watermark: float  # share of the blocks that an admission leaves free while a row runs
+    ageing_steps: int  # as in `RequestMetadata`
+    max_bypasses: int  # later requests that may be admitted before one, as in `RequestMetadata`
+    most_admissions: int  # requests looked at for admission in one step
+    long_prefill_len: int  # most tokens of one prompt in one step
+    input_weight: int  # service of a token of a prompt
+    output_weight: int  # service of a generated token
+    # Whether a token's logits may not depend on its company, to the bit; pieces are then of one token.
     batch_invariant: bool = False
 
     @property

@@ -73,13 +73,7 @@ def request_policy(name: str, *, row_key: Key | None = None, looks_up: bool = Fa
 
 
 def keys_of(policy: str, requests: RequestMetadata, *, of_rows: bool = False) -> tuple[jax.Array, ...]:
-    """Computes the keys of all requests, i32[R] each; the last one tells any two apart.
-
-    Args:
-      policy: A name.
-      requests: The requests.
-      of_rows: Whether running rows are ordered, not waiting requests.
-    """
+    """Computes the keys of waiting requests, or `of_rows`, i32[R] each; the last one tells any two apart."""
     registered = policies.find(policy)
     with policies.noted(policy):
         keys = (registered.options["row_key"] if of_rows else registered.function)(requests)

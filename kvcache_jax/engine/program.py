@@ -49,42 +49,27 @@ _MOST_SERVICE = 2**29
 
 @pytree_dataclass()
 class Inbox:
-    """News from the host, handed over with a dispatch; arrays of fixed sizes, in numpy.
+    """News from the host, handed over with a dispatch; arrays of fixed sizes, in numpy."""
 
-    Attributes:
-      slots: i32[N], where new requests go; `num_slots` for none.
-      uid, prompt_len, max_new, start, priority, client, parent, parent_uid: i32[N], as in `Requests`.
-      sampling: SamplingColumns of N rows.
-      stop: i32[N, S].
-      items: i32[N, I, 2], or None.
-      tokens: i32[M], tokens of prompts.
-      places: i32[M], where each goes in the table's buffer; its length for none.
-      ended: i32[E], slots of requests that end; `num_slots` for none.
-      ended_uid: i32[E], which request it is.
-      reason: i32[E], `Finish`.
-      has_new_weights: bool[], rows that run were computed under other ones.
-      namespace: u32[R, 4], of all slots of the table, which new weights change.
-    """
-
-    slots: jax.Array
-    uid: jax.Array
-    start: jax.Array
-    prompt_len: jax.Array
-    max_new: jax.Array
+    slots: jax.Array  # i32[N], where new requests go; `num_slots` for none
+    uid: jax.Array  # i32[N], as in `Requests`
+    start: jax.Array  # i32[N], as in `Requests`
+    prompt_len: jax.Array  # i32[N], as in `Requests`
+    max_new: jax.Array  # i32[N], as in `Requests`
     sampling: SamplingColumns
-    stop: jax.Array
-    priority: jax.Array
-    client: jax.Array
-    parent: jax.Array
-    parent_uid: jax.Array
-    items: jax.Array | None
-    tokens: jax.Array
-    places: jax.Array
-    ended: jax.Array
-    ended_uid: jax.Array
-    reason: jax.Array
-    has_new_weights: jax.Array
-    namespace: jax.Array
+    stop: jax.Array  # i32[N, S]
+    priority: jax.Array  # i32[N], as in `Requests`
+    client: jax.Array  # i32[N], as in `Requests`
+    parent: jax.Array  # i32[N], as in `Requests`
+    parent_uid: jax.Array  # i32[N], as in `Requests`
+    items: jax.Array | None  # i32[N, I, 2], or None
+    tokens: jax.Array  # i32[M], tokens of prompts
+    places: jax.Array  # i32[M], where each goes in the table's buffer; its length for none
+    ended: jax.Array  # i32[E], slots of requests that end; `num_slots` for none
+    ended_uid: jax.Array  # i32[E], which request it is
+    reason: jax.Array  # i32[E], `Finish`
+    has_new_weights: jax.Array  # bool[], rows that run were computed under other ones
+    namespace: jax.Array  # u32[R, 4], of all slots of the table, which new weights change
 
 
 def run_dispatch(
@@ -92,8 +77,7 @@ def run_dispatch(
 ) -> tuple[EngineState, jax.Array]:
     """Takes in the inbox and makes up to `max_steps` i32[] steps, while there is work and room in the outbox.
 
-    Returns:
-      The state, and the report i32[HEADER_LEN + outbox].
+    The report is i32[HEADER_LEN + outbox].
     """
     state = dataclasses.replace(state, outbox_len=jnp.zeros_like(state.outbox_len))
     state = _take_in(state, inbox, options)

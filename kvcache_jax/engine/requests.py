@@ -28,38 +28,22 @@ from kvcache_jax.decoding.sampling import SamplingColumns
 
 @pytree_dataclass()
 class Requests:
-    """The table of requests on the device; `R` slots.
+    """The table of requests on the device; `R` slots."""
 
-    Attributes:
-      tokens: i32[any], runs of prompts and what follows them.
-      uid: i32[R], number in the order of arrival; -1 for a slot that was never used.
-      start: i32[R], first token in `tokens`.
-      prompt_len: i32[R].
-      max_new: i32[R], most tokens to generate.
-      sampling: SamplingColumns of R rows.
-      stop: i32[R, S], tokens that end it; -1 for none.
-      priority: i32[R], higher is served first by the policy "priority".
-      arrival_step: i32[R], steps of the engine before it came, modulo 2**32.
-      client: i32[R], who asks, for the policy "fair".
-      namespace: u32[R, 4], who may share its blocks, within the namespace of the present weights.
-      parent: i32[R], slot of the request whose prompt it forks; R for none.
-      parent_uid: i32[R], the `uid` that it has if it is still that one.
-      items: i32[R, I, 2], first position and end of multimodal items, equal ones for none; None for I = 0.
-    """
-
-    tokens: jax.Array
-    uid: jax.Array
-    start: jax.Array
-    prompt_len: jax.Array
-    max_new: jax.Array
+    tokens: jax.Array  # i32[any], runs of prompts and what follows them
+    uid: jax.Array  # i32[R], number in the order of arrival; -1 for a slot that was never used
+    start: jax.Array  # i32[R], first token in `tokens`
+    prompt_len: jax.Array  # i32[R]
+    max_new: jax.Array  # i32[R], most tokens to generate
     sampling: SamplingColumns
-    stop: jax.Array
-    priority: jax.Array
-    arrival_step: jax.Array
-    client: jax.Array
-    namespace: jax.Array
-    parent: jax.Array
-    parent_uid: jax.Array
+    stop: jax.Array  # i32[R, S], tokens that end it; -1 for none
+    priority: jax.Array  # i32[R], higher is served first by the policy "priority"
+    arrival_step: jax.Array  # i32[R], steps of the engine before it came, modulo 2**32
+    client: jax.Array  # i32[R], who asks, for the policy "fair"
+    namespace: jax.Array  # u32[R, 4], who may share its blocks, within the namespace of the present weights
+    parent: jax.Array  # i32[R], slot of the request whose prompt it forks; R for none
+    parent_uid: jax.Array  # i32[R], the `uid` that it has if it is still that one
+    # i32[R, I, 2], first position and end of multimodal items, equal ones for none; None for I = 0.
     items: jax.Array | None
 
     @property
@@ -70,21 +54,13 @@ class Requests:
 
 @dataclasses.dataclass(frozen=True)
 class TableSizes:
-    """Sizes of the table (static).
+    """Sizes of the table (static)."""
 
-    Attributes:
-      num_slots: Requests at the same time, each sample counted; those that wait included.
-      num_tokens: Of the buffer of tokens.
-      num_stops: Stop tokens of one request.
-      num_clients: Clients of the policy "fair".
-      num_items: Multimodal items of one request.
-    """
-
-    num_slots: int
-    num_tokens: int
-    num_stops: int
-    num_clients: int
-    num_items: int
+    num_slots: int  # requests at the same time, each sample counted; those that wait included
+    num_tokens: int  # of the buffer of tokens
+    num_stops: int  # stop tokens of one request
+    num_clients: int  # clients of the policy "fair"
+    num_items: int  # multimodal items of one request
 
 
 def empty_requests(sizes: TableSizes) -> Requests:

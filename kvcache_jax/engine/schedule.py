@@ -39,21 +39,13 @@ _STEPS_BETWEEN_ADMISSIONS = 16
 
 
 class Plan(NamedTuple):
-    """The prompt tokens of a step: `P` pieces of `T`, the best row's first, a row's in order.
+    """The prompt tokens of a step: `P` pieces of `T`, the best row's first, a row's in order."""
 
-    Attributes:
-      tokens: i32[P, T]; 0 where there is none.
-      rows: i32[P]; `max_seqs` for a piece without row.
-      first: i32[P], position of its first token.
-      nth: i32[P], its number among the row's pieces.
-      num_tokens: i32[P].
-    """
-
-    tokens: jax.Array
-    rows: jax.Array
-    first: jax.Array
-    nth: jax.Array
-    num_tokens: jax.Array
+    tokens: jax.Array  # i32[P, T]; 0 where there is none
+    rows: jax.Array  # i32[P]; `max_seqs` for a piece without row
+    first: jax.Array  # i32[P], position of its first token
+    nth: jax.Array  # i32[P], its number among the row's pieces
+    num_tokens: jax.Array  # i32[P]
 
 
 def is_unusual(state: EngineState) -> jax.Array:

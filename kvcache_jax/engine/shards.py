@@ -26,16 +26,10 @@ from kvcache_jax.engine.step import Model
 
 
 class Shards:
-    """The shards of an engine.
+    """The shards of an engine, on a mesh or one device.
 
-    Args:
-      placement: The mesh, and what is split over it; None for the default device.
-      config: Of each shard's cache.
-      params: The first ones. Without a mesh the engine lives where they are committed to, if they are.
-
-    Raises:
-      ValueError: a head axis that the mesh lacks, or one without a mesh; parameters on several devices that
-        are not one mesh.
+    Without a `placement` the engine lives where its first parameters are committed, else on the default
+    device.
     """
 
     def __init__(self, placement: Placement | None, config: CacheConfig, params: Any):

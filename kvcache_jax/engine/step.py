@@ -28,15 +28,10 @@ ProcessLogits = Callable[[jax.Array, EngineState], jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """The functions that the program is made of (static).
-
-    Attributes:
-      forward: The model.
-      process_logits: Changes logits before a token is drawn; or None.
-    """
+    """The functions that the program is made of (static)."""
 
     forward: Forward
-    process_logits: ProcessLogits | None = None
+    process_logits: ProcessLogits | None = None  # changes logits before a token is drawn; or None
 
 
 def reserve_prompts(state: EngineState, plan: Plan) -> tuple[EngineState, Step]:
@@ -64,10 +59,9 @@ def reserve_prompts(state: EngineState, plan: Plan) -> tuple[EngineState, Step]:
 
 
 def make_room(state: EngineState, options: Options) -> tuple[EngineState, jax.Array]:
-    """Forks samples of prompts that were computed, and sees to blocks for the rows' next tokens.
+    """Forks samples of prompts that were computed, and reserves blocks for the rows' next tokens.
 
-    Returns:
-      The state, and bool[max_seqs], rows that go on without one.
+    Masks the rows that go on without one, bool[max_seqs].
     """
     state = fork_samples(state)
     state, is_stalled = preempt(state, options)

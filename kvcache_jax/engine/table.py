@@ -31,45 +31,26 @@ _MOST_SAMPLES = 2**31 - 2
 
 @dataclasses.dataclass
 class Sample:
-    """One continuation of a request that has not ended, as the host knows it.
-
-    Attributes:
-      request: As its caller wrote it.
-      id: Its name in results.
-      sample_id: Index among the request's samples.
-      uid: Number in the order of arrival.
-      slot: In the table.
-      run: First token and length of its run in the buffer of tokens.
-      parent: The request's first sample; None for that one.
-      ends_at: On the host's clock; None for no deadline.
-      is_sent: Whether the device knows of it.
-      is_ending: Whether the device was told to end it.
-    """
+    """One continuation of a request that has not ended, as the host knows it."""
 
     request: GenerationRequest
-    id: Hashable
-    sample_id: int
-    uid: int
-    slot: int
-    run: tuple[int, int]
-    parent: "Sample | None"
-    ends_at: float | None
-    is_sent: bool = False
-    is_ending: bool = False
+    id: Hashable  # its name in results
+    sample_id: int  # index among the request's samples
+    uid: int  # number in the order of arrival
+    slot: int  # in the table
+    run: tuple[int, int]  # first token and length of its run in the buffer of tokens
+    parent: "Sample | None"  # the request's first sample; None for that one
+    ends_at: float | None  # on the host's clock; None for no deadline
+    is_sent: bool = False  # the device knows of it
+    is_ending: bool = False  # the device was told to end it
 
 
 class Parcel(NamedTuple):
-    """An inbox, and how much of what the table has to tell is in it.
-
-    Attributes:
-      inbox: Inbox.
-      num_samples: Samples that the device has not heard of, the first ones.
-      num_ends: Ends that it has not heard of, likewise.
-    """
+    """An inbox, and the number of the table's news in it."""
 
     inbox: Inbox
-    num_samples: int
-    num_ends: int
+    num_samples: int  # samples that the device has not heard of, the first ones
+    num_ends: int  # ends that it has not heard of, the first ones
 
 
 class TokenRuns:
@@ -111,13 +92,9 @@ class TokenRuns:
 
 
 class RequestTable:
-    """The samples that have not ended, by slot, and what the device is still to be told of them.
+    """The samples that have not ended, by slot, and the news of them that the device has yet to be told.
 
-    Args:
-      sizes: Of the table.
-      inbox_sizes: Slots and tokens of an inbox.
-      most_ended: Requests that one inbox can end.
-      max_seq_len: Of the cache.
+    An inbox ends at most `most_ended` of them.
     """
 
     def __init__(self, sizes: TableSizes, inbox_sizes: TableSizes, most_ended: int, max_seq_len: int):

@@ -5,11 +5,7 @@ import numpy as np
 
 
 class Reader:
-    """Reads arrays and counts how often.
-
-    Attributes:
-      num_reads: Reads so far.
-    """
+    """Reads arrays and counts how often."""
 
     def __init__(self):
         self.num_reads = 0

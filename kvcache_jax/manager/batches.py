@@ -19,21 +19,15 @@ from kvcache_jax.manager.requests import Batch
 
 @dataclasses.dataclass
 class _Handed:
-    """A batch that somebody may still hold.
+    """A batch that somebody may still hold."""
 
-    Attributes:
-      status: Weak reference to the `status` of its step, by which it is known.
-      request_ids: The requests of its rows, in order.
-      ends: Length of each request with the batch; requests that got no token by it are left out.
-      lost_by: A request that has ended since, or gave some of these tokens up, if there is one.
-      may_have_moved: Its requests may have other blocks by now.
-    """
-
-    status: weakref.ref
-    request_ids: tuple[Hashable, ...]
+    status: weakref.ref  # of its step, by which it is known
+    request_ids: tuple[Hashable, ...]  # the requests of its rows, in order
+    # Length of each request with the batch; requests that got no token by it are left out.
     ends: dict[Hashable, int]
+    # A request that has ended since, or gave some of these tokens up, if there is one.
     lost_by: tuple[Hashable, ...] = ()
-    may_have_moved: bool = False
+    may_have_moved: bool = False  # its requests may have other blocks by now
 
 
 # The `status` of every batch of every manager that somebody still holds, by its id.

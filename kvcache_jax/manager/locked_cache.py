@@ -28,12 +28,7 @@ _MAX_STEP_FNS = 32
 
 
 class CacheHolder:
-    """A cache under a lock.
-
-    Attributes:
-      config: The cache's.
-      cache: The present one; None once closed. Read and replaced within a `turn`.
-    """
+    """A cache under a lock, which is read and replaced within a `turn`; None once closed."""
 
     def __init__(
         self,
