@@ -39,7 +39,7 @@ def _marked(arrays: Any, **messages: str | None) -> Any:
     return jax.tree.map(mark, arrays)
 
 
-# Both hand an array on. `_mark` is what programs hold, `_mark_tangent` its derivative, which is linear:
+# Both hand an array on. Programs hold `_mark`; `_mark_tangent` is its derivative, which is linear:
 # reverse mode transposes it and never runs it, so that to run it is forward mode.
 _mark, _mark_tangent = Primitive("kvcache_mark"), Primitive("kvcache_mark_tangent")
 

@@ -135,12 +135,12 @@ def _of_longest(axis_size: int, in_batched: list[bool], num_trips: jax.Array) ->
 
 
 def quotient(lengths: jax.Array, size: int) -> jax.Array:
-    """Divides what is not negative: one operation, where `//` looks at signs in ten."""
+    """Divides integers that are not negative: one operation, where `//` looks at signs in ten."""
     return lax.div(lengths, lax.full_like(lengths, size))
 
 
 def remainder(lengths: jax.Array, size: int) -> jax.Array:
-    """Computes `lengths % size` of what is not negative."""
+    """Computes `lengths % size` of integers that are not negative."""
     return lax.rem(lengths, lax.full_like(lengths, size))
 
 

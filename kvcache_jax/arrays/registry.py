@@ -40,7 +40,7 @@ class Registry[F]:
     def decorate(self, name: str, needs: Iterable[str] = (), **options: Any) -> Callable[[F], F]:
         """Returns the decorator that registers a function, and returns it unchanged.
 
-        Refuses a name that is taken or no str, `needs` that name no field, and what is no function.
+        Refuses a name that is taken or no str, `needs` that name no field, and anything but a function.
         """
         if not isinstance(name, str) or not name:
             arguments = "'name', needs=[...]" if self.optional else "'name'"
@@ -96,7 +96,7 @@ class Registry[F]:
 
     @contextlib.contextmanager
     def noted(self, name: str) -> Iterator[None]:
-        """Adds a note to what is raised within, which names the function and what it sees."""
+        """Adds a note to errors raised within, which names the function and the metadata that it sees."""
         try:
             yield
         except Exception as error:

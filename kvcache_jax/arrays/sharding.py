@@ -1,4 +1,4 @@
-"""Arrays over a mesh: heads that are split, and what differs between devices inside `jax.shard_map`.
+"""Arrays over a mesh: heads that are split, and arrays that differ between devices inside `jax.shard_map`.
 
 XLA cannot split a kernel by itself and would gather the pool, so `over_heads` has each device work on its own
 heads. The axis that splits them is known from the pool's type where mesh axes are explicit, and else from

@@ -1,4 +1,4 @@
-"""Attention on a cache: what a model calls."""
+"""Attention on a cache, as the layers of a model call it."""
 
 import dataclasses
 import functools
@@ -41,7 +41,7 @@ def attend(
     weights: Any = None,
     implementation: str | None = None,
 ) -> tuple[Cache, AttentionOutput]:
-    """Attends to what the step's rows hold; the reading half of `attention`.
+    """Attends to the tokens that the step's rows hold; the reading half of `attention`.
 
     The returned cache has the same keys and values. Go on with it, so that
     later writes wait for this read: a donated step that writes to the old one copies a whole pool.
@@ -85,7 +85,7 @@ def attention(
     weights: Any = None,
     implementation: str | None = None,
 ) -> tuple[Cache, AttentionOutput]:
-    """Stores the new keys and values of one layer and attends: what a model's layer calls.
+    """Stores the new keys and values of one layer and attends to all; a model's layer calls it.
 
     Query head `i` reads key/value head `i // (num_q_heads / num_kv_heads)`. A query sees the tokens of
     its row up to its own position, in a window group the tokens in reach. It can be differentiated once, in
@@ -106,7 +106,7 @@ def attention(
       return_lse: Also return the log of the sum of exponentials (sink included), f32
         `[n, max_new, num_q_heads]`, so that partial results can be merged.
       weights: The layer's own arrays, a pytree, for kinds that compute keys and values with them.
-      implementation: Name of a backend, or None for what the config says. Backends run forward; the gradient
+      implementation: Name of a backend, or None for the config's. Backends run forward; the gradient
         is always XLA's.
 
     Returns:
@@ -207,7 +207,7 @@ def _read(
     varied, grouped, weights, sink_logits = as_varied((pool, grouped, weights, sink_logits), reads)
     read, out, lse = vjp.attend(call, varied, grouped, weights, sink_logits, *reads)
     if jax.tree.leaves(varied)[0] is not jax.tree.leaves(pool)[0]:
-        # What all devices share stays shared where they ask different things of it.
+        # A pool that all devices share stays shared where their queries differ.
         read, out, lse = lax.optimization_barrier((pool, out, lse))
     out = kind.outputs(out.reshape(*shape[:-1], out.shape[-1]))
     return read, out.astype(q.dtype), lse.reshape(shape[:-1])

@@ -38,7 +38,7 @@ def attention_scores(
     sink_logits: ArrayLike | None = None,
     weights: Any = None,
 ) -> jax.Array:
-    """Computes what attention gives to each token that a row holds, from the stored keys.
+    """Computes the weights that attention gives to each token of a row, from the stored keys.
 
     Attention itself, above all by kernels, returns no weights. Here the keys are read again, tile by tile,
     for a few queries of each row. A layer may be of any kind, also one that shares, quantises or sees a
@@ -46,7 +46,7 @@ def attention_scores(
 
     Args:
       cache: Not changed; the step's keys and values are written.
-      layer: As in `attention`, like what follows.
+      layer: As in `attention`, like the arguments after it.
       q: `[n, w, num_q_heads, key_dim]`, of all tokens of a padded step.
       step: Of one row after the other, from `extend`; or from `rewrite`, without `num_last`.
       num_last: Of each row's tokens, only the last so many count; where there are fewer, the others are
@@ -58,8 +58,8 @@ def attention_scores(
 
     Returns:
       f32[n, num_q_heads, w, max_seq_len], `w = num_last` where that is given; of each query that counts 1 in
-      all, at the places of the row's tokens. 0 for what a query does not see, for padding and failed rows. Of
-      a layer that reads sources `[..., max_source_len]`.
+      all, at the places of the row's tokens. 0 for tokens that a query does not see, for padding and failed
+      rows. Of a layer that reads sources `[..., max_source_len]`.
 
     Raises:
       ValueError, TypeError: the layer, shapes, dtypes or options do not fit, or the step is packed.

@@ -1,4 +1,4 @@
-"""The tiles in which attention reads stored blocks: what they hold, who sees it, and its logits.
+"""The tiles in which attention reads stored blocks: their keys, the queries that see them, the logits.
 
 Shapes: `r` rows of the `AttentionPlan`, `t` queries of a row, `h` key/value heads, `g` query heads per
 key/value head, `m = t * g` queries of a row and key/value head, `b` blocks of a tile, `s` tokens of a block,
@@ -57,7 +57,7 @@ def tiles(
     q_shape: tuple[int, ...],
     tile_tokens: int | None,
 ) -> Tiles:
-    """Cuts what the queries of a plan, of shape `q_shape` = `[r, t, h, g, d]`, read into tiles."""
+    """Cuts the blocks that a plan's queries, of shape `q_shape` = `[r, t, h, g, d]`, read into tiles."""
     num_queries, group_size, block_size = q_shape[1], q_shape[3], group.block_size
     tokens = tile_tokens or _default_tile_tokens(group, q_shape)
     tile_blocks = max(1, min(tokens // block_size, block_table.shape[-1]))

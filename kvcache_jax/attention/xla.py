@@ -195,7 +195,7 @@ def backward(
         if weights is not None:  # of which each gets something from every token: 0 * NaN again
             stored = {name: _where_held(tile.is_held, values) for name, values in stored.items()}
         read = keys_values_of(group, stored, weights)
-        # What unseen values give is masked below; the product of a share of 0 and an unseen key is not.
+        # Products of unseen values are masked below; the product of a share of 0 and an unseen key is not.
         read = read._replace(k=jnp.where(tile.is_held, read.k, 0))
         logits, slope = scaled_logits(scale, soft_cap, stored_q, read)
         (k, v), pull = jax.vjp(functools.partial(_meant, group), *_in_float32((stored, weights)))

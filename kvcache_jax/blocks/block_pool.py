@@ -205,7 +205,7 @@ def sweep_queue(pool: BlockPool, is_due: jax.Array) -> BlockPool:
     end = jnp.where(is_due, cached.head, cached.tail)
     state = cached.queue, cached.queued_at, end, end
     queue, queued_at, tail, _ = lax.while_loop(is_left, sweep_some, state)
-    # The caller's writes to what the sweep reads wait for it.
+    # The caller's writes to these arrays wait for the sweep, which reads them.
     (queue, tail), (ref_count, is_published) = read_first(
         (queue, tail), (pool.ref_count, cached.is_published)
     )

@@ -41,7 +41,7 @@ def key_rotation(
 
     Raises:
       NotImplementedError: the angles of a token depend on the length of its text: "dynamic", "longrope".
-      ValueError, TypeError: another name, or what is no list of finite frequencies.
+      ValueError, TypeError: another name, or anything but a list of finite frequencies.
 
     Example:
       >>> import jax.numpy as jnp

@@ -28,7 +28,7 @@ class Moves(Protocol):
 
 
 type ReadLayer = Callable[[KVPool, Any, jax.Array, jax.Array], Mapping[str, jax.Array]]
-"""Reads what one layer moves, `(pool, moves, layer, place) -> blocks [n, C, *array.shape]` by name. The
+"""Reads the blocks that one layer moves: `(pool, moves, layer, place) -> [n, C, *array.shape]` by name. The
 layer's blocks are the `place`-th in the pool, which may hold this layer alone. Linear in the pool."""
 
 
@@ -170,7 +170,7 @@ def move_spans(pool: KVPool, group: LayerGroup, moves: SpanMoves, rotate: Rotate
     num_blocks = pool.num_rows // group.num_layers
     rotated_features = group.kind.rotated_features or {}
     if moves.distance is not None:
-        # What is not written has no angle: one beyond a table is NaN, also times a gradient of 0.
+        # A token that is not written has no angle: one beyond a table is NaN, also times a gradient of 0.
         is_written = jnp.repeat(moves.destination < num_blocks, group.block_size, axis=1)
         is_moved = is_written & (moves.blocks < num_blocks)
         moves = moves._replace(distance=jnp.where(is_moved, moves.distance, 0))
@@ -182,7 +182,7 @@ def move_spans(pool: KVPool, group: LayerGroup, moves: SpanMoves, rotate: Rotate
             tile = tile.at[..., rotated_features[name]].set(_rotated(keys, moves.distance, rotate))
         is_token = moves.blocks < num_blocks
         mask = is_token.reshape(1, *is_token.shape, *[1] * (tile.ndim - 3))
-        # What no token is in must not stay: it may be another namespace's, or NaN.
+        # Numbers in a place without a token must not stay: they may be another namespace's, or NaN.
         return as_blocks(jnp.where(mask, tile, jnp.zeros_like(tile)), array, group.block_size)
 
     def read(pool: KVPool, moves: SpanMoves, layer: jax.Array, place: jax.Array) -> dict[str, jax.Array]:

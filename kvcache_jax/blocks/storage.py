@@ -52,7 +52,7 @@ def store_tokens(
     config: CacheConfig,
     group_id: int,
 ) -> KVPool:
-    """Writes what the kind stores of `new`, inputs `[*slots.shape, ...]` of one layer, at `slots`."""
+    """Encodes `new`, inputs `[*slots.shape, ...]` of one layer, and writes the arrays at `slots`."""
     group = config.groups[group_id]
     backend = choose(config, None, pool, group)
     new = {name: values.reshape(-1, *values.shape[slots.ndim :]) for name, values in new.items()}
@@ -63,7 +63,7 @@ def store_tokens(
 
 
 def _stored(group: LayerGroup, pool: KVPool, new: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Encodes new tokens `[n, ...]`, and checks that the kind made what its arrays hold."""
+    """Encodes new tokens `[n, ...]`, and checks the shapes and dtypes that the kind made."""
     encoded, stored = group.kind.encode(**new), {}
     num_tokens = next(iter(new.values())).shape[0]
     if {*encoded} != {name for name, _ in group.arrays}:
@@ -113,7 +113,7 @@ def _store(
 
 
 def _set_tokens(values: jax.Array, array: BlockArray, places: tuple[Any, ...], new: jax.Array) -> jax.Array:
-    """Sets what tokens store at their places; `new` is `[n, *token_shape]`."""
+    """Sets the numbers of tokens at their places; `new` is `[n, *token_shape]`."""
     is_split = axis_of_types({"": values}, {"": 1}) is not None
     if backends.target_device().platform != "tpu" or not _is_by_head(array) or is_split:
         return values.at[places].set(new, mode="drop")

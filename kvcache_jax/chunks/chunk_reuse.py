@@ -46,7 +46,7 @@ class ChunkReuse:
         and so is a chunk at the beginning of its prompt with any.
       seed: Of a selector that draws, below 2**32.
       observe: The model's first layers, an `Observe` function, for a selector that looks at attention or at
-        deviations. They compute all tokens of chunks again, and what they store stays (CacheBlend).
+        deviations. They compute all tokens of chunks again, and their keys and values stay (CacheBlend).
       observed_layer: The last of these layers, whose keys, values and queries are looked at.
 
     Raises:
@@ -60,7 +60,7 @@ class ChunkReuse:
 
     References:
       EPIC (Hu et al.; arXiv:2410.15332), for chunks that are computed alone, and then in part again.
-      CacheBlend (Yao et al.; arXiv:2405.16444), for the choice by what first layers compute.
+      CacheBlend (Yao et al.; arXiv:2405.16444), for the choice by the keys and values of first layers.
     """
 
     rotate: Rotate | Sequence[Rotate | None] | None
@@ -187,7 +187,7 @@ def _within_windows(name: str, spans: list[Span], num_tokens: int, config: Cache
 def _with_room(spans: list[Span], prompt: np.ndarray, config: CacheConfig, num_chunks: int) -> list[Span]:
     """Leaves out the spans of a prompt that do not fit beside it and the others, in order.
 
-    It does not depend on what the cache holds: the rest of it can be evicted, and chunks be forgotten.
+    It does not depend on the contents of the cache: the rest can be evicted, and chunks be forgotten.
     """
     names: set[bytes] = set()
     fitting = []

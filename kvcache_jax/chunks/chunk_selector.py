@@ -78,7 +78,7 @@ def chunk_selector(name: str, *, needs: Sequence[str] = ()) -> Callable[[Selecto
 
 
 def visible_to(name: str, chunks: ChunkMetadata) -> ChunkMetadata:
-    """Leaves of the optional metadata what the selector needs, and refuses what is missing."""
+    """Leaves the optional metadata that the selector needs, and refuses a missing field."""
     needs = selectors.find(name).needs
     for field in sorted(needs):
         if getattr(chunks, field) is None:
@@ -90,7 +90,7 @@ def scores_by(name: str, chunks: ChunkMetadata) -> jax.Array:
     """Computes a selector's scores, f32[n, S].
 
     Raises:
-      TypeError: the selector returned something else. What it raises comes with a note that names it.
+      TypeError: the selector returned something else. Its errors come with a note that names it.
     """
     return selectors.call(name, chunks, chunks.is_token.shape, dtype=jnp.float32)
 
@@ -207,7 +207,7 @@ def select_tokens(selector: str, chunks: ChunkMetadata, num_select: Any, *, max_
     Args:
       selector: A name, "attention", "key deviation", "value deviation", "first",
         "random", "all", "none", or one registered with `chunks.selector`.
-      chunks: What is known of the tokens; `chunks.metadata` says it of rows to compose.
+      chunks: The tokens' metadata; `chunks.metadata` makes it of rows to compose.
       num_select: Tokens to choose, i32[n] per row, or i32[n, K] per chunk; all where there are fewer.
         Infinite scores are chosen beyond it, see `chunks.selector`.
       max_select: Most tokens of a row, the width of the result; of more the highest scores.
@@ -216,8 +216,8 @@ def select_tokens(selector: str, chunks: ChunkMetadata, num_select: Any, *, max_
       i32[n, max_select], places ascending, then `max_seq_len`, as `rewrite` takes them.
 
     Raises:
-      ValueError, TypeError: there is no such selector, it needs what `chunks` has not, or shapes or dtypes do
-        not fit.
+      ValueError, TypeError: there is no such selector, it needs a field that `chunks` lacks, or shapes or
+        dtypes do not fit.
 
     Example:
       >>> import kvcache_jax as kv

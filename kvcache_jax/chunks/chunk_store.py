@@ -87,7 +87,7 @@ class Store(Extra):
         return _with_first(control, rows, jnp.where(new_len < first, 0, first))
 
     def move(self, control: Control, rows: jax.Array, prefix_len: jax.Array) -> Control:
-        """Counts what follows the first `prefix_len` tokens of composed rows as composed."""
+        """Counts the tokens of composed rows after the first `prefix_len` as composed."""
         first = get_at(chunks_of(control).first_composed, rows, 0)
         return _with_first(control, rows, jnp.minimum(first, prefix_len + 1))  # 0 stays 0
 
@@ -118,7 +118,7 @@ class Store(Extra):
         return cache, int(num_forgotten) > 0
 
     def violations(self, cache: Cache) -> list[str]:
-        """Finds what is wrong with the chunks' names and blocks, and with the places that rows note."""
+        """Finds violations in the chunks' names and blocks, and in the places that rows note."""
         return check_chunks(cache)
 
 
@@ -139,7 +139,7 @@ def _with_first(control: Control, rows: jax.Array, first: jax.Array) -> Control:
 
 
 def check_chunks(cache: Cache) -> list[str]:
-    """Finds what is wrong with chunks: their names, their blocks, and the places that rows note."""
+    """Finds violations in the names and blocks of chunks, and in the places that rows note."""
     chunks, violations = chunks_of(cache.control), []
     tokens, namespaces = np.asarray(chunks.tokens), np.asarray(chunks.namespace)
     names: dict[tuple, int] = {}

@@ -41,15 +41,15 @@ def compose(
 
     A key is rotated once, from the original one of the chunk, by its new position less the one it was
     computed for; a key that does not move keeps its bits, and so do all values. Afterwards a row ends with
-    its last chunk, and `rewrite` computes again what the caller chooses: a chunk's tokens were computed
-    without the row's tokens before them. Places between chunks hold zeros and no token: compute them before
-    anything after them is.
+    its last chunk, and `rewrite` computes again the tokens that the caller chooses: a chunk's tokens were
+    computed without the row's tokens before them. Places between chunks hold zeros and no token: compute them
+    before anything after them is.
 
     The row writes into blocks of its own: first blocks that `allocate` reserved, then others. The blocks of
-    chunks do not change. A window layer holds of the row what it would after an `extend` of its last
-    `max_query_len` places, as far as chunks have it; places out of reach take no block, and theirs are
-    released. Such a row publishes no more than the tokens before its first chunk. Scarce blocks are assigned
-    in entry order. Call it inside a donated jit: called eagerly it copies the pools.
+    chunks do not change. A window layer holds the tokens of the row that it would hold after an `extend` of
+    its last `max_query_len` places, as far as chunks have it; places out of reach take no block, and theirs
+    are released. Such a row publishes no more than the tokens before its first chunk. Scarce blocks are
+    assigned in entry order. Call it inside a donated jit: called eagerly it copies the pools.
 
     Args:
       cache: Not changed, unless donated; built with `CacheConfig(extras=[Store(...)])`.
@@ -64,8 +64,9 @@ def compose(
 
     Returns:
       The cache and status i32[n]: BAD_CHUNK_ID, BAD_LENGTH (chunks overlap, or begin before the row's end, or
-      the row dropped tokens), TOO_LONG, WINDOW_LOST (the next token would read in a window what a chunk had
-      lost when it was stored), OUT_OF_BLOCKS, SEQ_NOT_ACTIVE, DUPLICATE_SEQ_ID, SKIPPED, BAD_SEQ_ID.
+      the row dropped tokens), TOO_LONG, WINDOW_LOST (the next token would read tokens in a window that a
+      chunk had lost when it was stored), OUT_OF_BLOCKS, SEQ_NOT_ACTIVE, DUPLICATE_SEQ_ID, SKIPPED,
+      BAD_SEQ_ID.
 
     Raises:
       ValueError, TypeError: a cache without a store of chunks, a `rotate` that is no function, returns
@@ -196,7 +197,7 @@ def _keep_recorded(control: Control, entries: jax.Array, new: jax.Array) -> Cont
 def _note(
     control: Control, seq_ids: jax.Array, rows: jax.Array, placed: Placed, config: CacheConfig
 ) -> Control:
-    """Records the lengths of rows, and that what follows is no prefix."""
+    """Records the lengths of rows, and that the tokens from there on are no prefix."""
     chunks = chunks_of(control)
     first = get_at(chunks.first_composed, seq_ids, 0)
     # Nothing after the first composed token is a prefix, so a later `compose` does not move this place.

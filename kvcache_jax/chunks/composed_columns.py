@@ -58,9 +58,9 @@ def find(
 ) -> ComposedColumns:
     """Finds the columns from the row's last token on, and the blocks that may be written there.
 
-    A window group holds what it would after an `extend` of the last `max_query_len` places, as far as there
-    are tokens: columns before them need no block. `block_ids` i32[num_chunks, columns] are the group's blocks
-    of chunks.
+    A window group holds the tokens that it would hold after an `extend` of the last `max_query_len` places,
+    as far as there are tokens: columns before them need no block. `block_ids` i32[num_chunks, columns] are
+    the group's blocks of chunks.
     """
     entries = get_at(pool.block_table, seq_ids, pool.num_blocks)
     sources = _sources(entries, block_ids, chunks, group, placed, pool.num_blocks)

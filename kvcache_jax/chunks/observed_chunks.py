@@ -1,4 +1,4 @@
-"""Observation of chunks at their places, by a model's first layers: what selectors see beside the places."""
+"""Observation of chunks at their places, by first layers, for selectors that look at more than places."""
 
 import functools
 from collections.abc import Iterable

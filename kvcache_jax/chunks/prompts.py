@@ -46,7 +46,7 @@ class ChunkRows(PromptRows):
     """A call's prompts that are put together from chunks. A prompt without spans is left to ordinary prefill.
 
     A missing chunk is computed alone, at position 0 of an idle row, and nothing beside it. So a prompt's
-    result is its own: it depends neither on what was stored before nor on the other prompts, unless a caller
+    result is its own: it depends neither on chunks stored before nor on the other prompts, unless a caller
     stores chunks otherwise. After composed chunks, none could be stored from a prompt's own row.
 
     `num_reused_tokens` counts the tokens of chunks that were not computed again.

@@ -50,7 +50,7 @@ def store_chunk(
     Returns:
       The cache and `chunks.Stored` with `status`: BAD_LENGTH (no token, more than `max_chunk_len` or `tokens`
       have, outside the row, or after tokens that were composed or dropped, whose keys are not the original
-      ones), WINDOW_LOST (a window released what the token after the span reads of it), OUT_OF_CHUNKS,
+      ones), WINDOW_LOST (a window released tokens of it that the token after the span reads), OUT_OF_CHUNKS,
       OUT_OF_BLOCKS, SEQ_NOT_ACTIVE, SKIPPED, BAD_SEQ_ID.
 
     Raises:

@@ -5,8 +5,8 @@ Invariants, which `check_invariants` looks for:
 
 * A chunk of `length` tokens that began at `start` holds the blocks of columns `start // block_size` to
   `(start + length - 1) // block_size` of its row as they were, in the same order and with the same offsets.
-  The keys in them are the original ones, rotated by the positions from `start` on: what `compose` rotates
-  starts from these, never from keys that were rotated before.
+  The keys in them are the original ones, rotated by the positions from `start` on. `compose` rotates
+  these, never keys that were rotated before.
 * Each entry counts as an owner in `ref_count`, so that a row that writes into a shared block copies it
   first. No call writes into the blocks of chunks.
 * No two chunks have the same name.

@@ -34,7 +34,7 @@ def compress(
 
     The tokens kept move to the front of the row, in their order; new ones follow at the positions of the text
     as if nothing had happened. Nothing is attended to differently: a token that is kept has its position in
-    its key. Scores may differ by layer and head, and so may what is kept, as many tokens in each.
+    its key. Scores may differ by layer and head, and so may the tokens kept, as many in each.
 
     Tokens move within blocks that the row alone holds. Where it has too few of them, for its blocks are
     shared or published, it takes others; no other row's blocks change. A row that was compressed publishes no
@@ -49,7 +49,7 @@ def compress(
       seq_ids: i32[n], active rows, each at most once.
       scores: f32[n, max_seq_len]; or `[n, layers, max_seq_len]`, or `[n, layers, heads, max_seq_len]`, of the
         layers `cache.config.own_layers` in this order. Of equal scores the earlier token's counts more; NaN
-        counts least. What the row does not hold may have any score.
+        counts least. Places without a token may have any score.
       num_keep: i32[n], tokens to keep; as many as the row shows change nothing. Where layers are in several
         groups also i32[n, layers], the same in all layers of a group.
 
@@ -75,7 +75,7 @@ def compress(
       [60]
 
     References:
-      SnapKV (Li et al.; arXiv:2404.14469) and H2O (Zhang et al.; arXiv:2306.14048), for what to keep.
+      SnapKV (Li et al.; arXiv:2404.14469) and H2O (Zhang et al.; arXiv:2306.14048), for scores.
     """
     config = cache.config
     _require_compressible(config)
@@ -134,7 +134,7 @@ def _checked_scores(cache: Cache, scores: ArrayLike, num_rows: int) -> arguments
 
 
 class _Plan(NamedTuple):
-    """The rows of a call and what becomes of them; dicts are by layer group."""
+    """The rows of a call, and those that are compressed; dicts are by layer group."""
 
     status: jax.Array  # i32[n]
     rows: jax.Array  # i32[n], rows that are compressed, else nowhere
@@ -164,7 +164,7 @@ def _compress(
 def _plan(
     control: Control, seq_ids: jax.Array, scores: jax.Array, num_keep: jax.Array, config: CacheConfig
 ) -> _Plan:
-    """Decides what rows keep and which of them are compressed, in entry order where blocks are scarce."""
+    """Decides which tokens rows keep, and which rows, in entry order, there are blocks for."""
     assert control.holes is not None
     holes, context_len = control.holes.of_rows(seq_ids), get_at(control.context_len, seq_ids, 0)
     groups, counts = config.row_groups, {}

@@ -26,9 +26,9 @@ def drop_to_utilization(
 ) -> tuple[Cache, jax.Array]:
     """Drops tokens of rows, one row after the other, until `utilization` is at most `target`.
 
-    Rows go on: each drops whole blocks after its sinks, or after what it dropped before, oldest tokens first,
-    no more than are needed (see `drop`). The call stops early when no row is left that frees a block on its
-    own in a layer group that is above the target.
+    Rows go on: each drops whole blocks after its sinks, or after the tokens that it dropped before, oldest
+    tokens first, no more than are needed (see `drop`). The call stops early when no row is left that frees a
+    block on its own in a layer group that is above the target.
 
     Args:
       cache: Not changed; built with `CacheConfig(extras=[Dropping()])`, without prefix caching.

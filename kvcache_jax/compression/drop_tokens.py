@@ -180,7 +180,7 @@ def _plan(
 
 
 def _without_tokens(control: Control, plan: _Plan, config: CacheConfig) -> Control:
-    """Carries a plan out: releases its blocks, and records what rows dropped."""
+    """Carries a plan out: releases its blocks, and records the tokens that rows dropped."""
     assert control.holes is not None
     pools = list(control.block_pools)
     for g, group in config.row_groups.items():
@@ -250,6 +250,6 @@ def _without_columns(
     kept = get_at(pool.block_table, (rows[:, None], source), pool.num_blocks)
     is_gone = (columns >= first) & (columns < first + length)
     pool = block_pool.release(pool, jnp.where(is_gone, entries, pool.num_blocks)[:, ::-1])
-    # Read as a whole before it is written: XLA would shift the rows in place, over what it has yet to read.
+    # Read as a whole before it is written: XLA would shift rows in place, over columns it has yet to read.
     kept, table = read_first(kept, pool.block_table)
     return dataclasses.replace(pool, block_table=set_at(table, rows, kept))

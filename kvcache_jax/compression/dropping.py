@@ -130,7 +130,7 @@ class Dropping(Extra):
         return jnp.where(reads_rotated(control, seq_ids), 0, length)
 
     def is_fixed(self, control: Control, seq_ids: jax.Array, places: jax.Array) -> jax.Array:
-        """Masks sinks whose keys are rotated: what is written there would not be an original."""
+        """Masks sinks whose keys are rotated: a key written there would not be an original."""
         assert control.holes is not None
         starts = control.holes.of_rows(seq_ids).start
         return reads_rotated(control, seq_ids)[:, None] & (places < starts[:, None])
@@ -162,7 +162,7 @@ class Dropping(Extra):
 
 
 def require_dropping(operation: str, config: CacheConfig) -> Dropping:
-    """Refuses a cache whose rows cannot drop tokens, and returns what lets them."""
+    """Refuses a cache whose rows cannot drop tokens, and returns the extra that lets them."""
     for extra in config.extras:
         if isinstance(extra, Dropping):
             return extra

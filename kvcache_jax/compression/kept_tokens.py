@@ -69,7 +69,7 @@ def keep(
     is_kept = (nth >= 0) & (nth < num_keep)
     found = jnp.take_along_axis(chosen, jnp.clip(nth, 0, shape[3] - 1), axis=-1)
     sources = jnp.where(is_kept, found, width)
-    # What is kept ascends, so what stays in its place is the first of it.
+    # Kept places ascend, so the tokens that stay in their places are the first ones.
     same_len = jnp.min(jnp.sum(sources == target, axis=-1, dtype=jnp.int32), axis=(1, 2))
     return Kept(sources, first, jnp.where(first + holes.first == 0, same_len, 0))
 

@@ -55,7 +55,7 @@ class Streaming(Retention):
     def max_held_len(self, config: CacheConfig, num_new: int) -> int:
         """Counts the most tokens that a row holds in a step of `num_new`, hidden ones too.
 
-        What was dropped in the blocks of the last sink and of the first token of the window is still held.
+        Tokens dropped in the blocks of the last sink and of the window's first token are still held.
         """
         unit = config.drop_unit
         return ceil_div(self.num_sink_tokens, unit) * unit + unit - 1 + self.window - 1 + num_new
@@ -76,7 +76,7 @@ class Streaming(Retention):
             )
 
     def prefill_len(self, config: CacheConfig, prefill_len: int) -> int:
-        """Limits the tokens of one call of the model to those that a row holds beside what stays."""
+        """Limits the tokens of one call of the model to those that fit beside a row's sinks and window."""
         return min(prefill_len, config.max_seq_len - self.max_held_len(config, 0))
 
     def max_text_len(self, config: CacheConfig, prompts: Sequence[np.ndarray], max_new_tokens: int) -> int:
@@ -84,7 +84,7 @@ class Streaming(Retention):
         return 1 << (max(map(len, prompts), default=0) + max_new_tokens - 1).bit_length()
 
     def drop_unseen(self, cache: Cache, rows: jax.Array) -> Cache:
-        """Drops what the next token of `rows` i32[n] will not see."""
+        """Drops tokens that the next token of `rows` i32[n] will not see."""
         assert cache.control.holes is not None
         text_len = get_at(cache.context_len, rows, 0) + cache.control.holes.of_rows(rows).num_dropped
         start = jnp.full_like(rows, self.num_sink_tokens)
@@ -93,7 +93,7 @@ class Streaming(Retention):
 
 
 def require_streaming(caller: str, streaming: Any, config: CacheConfig) -> None:
-    """Refuses what is no `Streaming`, and a cache whose rows cannot stream so."""
+    """Refuses anything but a `Streaming`, and a cache whose rows cannot stream so."""
     if not isinstance(streaming, Streaming):
         raise TypeError(
             f"{caller} got {streaming!r}, expected kv.compression.Streaming(window=..., num_sink_tokens=...)"

@@ -1,6 +1,6 @@
-"""Checks and conversions of what callers pass in; every refusal names got, expected and the fix.
+"""Checks and conversions of callers' arguments; every refusal names got, expected and the fix.
 
-What comes from the host stays in numpy, for it goes to the device with the call of the operation's program:
+Values from the host stay in numpy, for they go to the device with the call of the operation's program:
 making arrays of it here would be a program each, and checks that look at values would wait for a device.
 """
 
@@ -203,7 +203,7 @@ def locate_layer(config: CacheConfig, layer: Any) -> tuple[int, jax.Array | np.i
 
 
 def _require_index(layer: Any, index: Any) -> None:
-    """Refuses what is no integer, or several."""
+    """Refuses anything but one integer."""
     array = as_array("layer", index)
     if array.shape or not jnp.issubdtype(array.dtype, jnp.integer):
         is_array = isinstance(index, jax.Array | np.ndarray)
@@ -288,7 +288,7 @@ def refuse_shared_cache(name: str, values: jax.Array, cache: Cache) -> None:
 
 
 def require_step(step: Any, cache: Cache) -> None:
-    """Refuses what is not a `Step`, or one of a cache of another config."""
+    """Refuses anything but a `Step` of a cache of this config."""
     if not isinstance(step, Step):
         raise TypeError(
             f"step is a {type(step).__name__}, expected the Step that extend returns beside the cache"
@@ -312,7 +312,7 @@ def require_step(step: Any, cache: Cache) -> None:
 
 
 def require_floats(name: str, values: Any) -> None:
-    """Refuses what is not an array of floating dtype."""
+    """Refuses anything but an array of floating dtype."""
     if not isinstance(values, jax.Array | np.ndarray):
         raise TypeError(f"{name} is a {type(values).__name__}, expected an array")
     if not jnp.issubdtype(values.dtype, jnp.floating):
@@ -360,7 +360,7 @@ def _num_shards(pool: KVPool, group: LayerGroup) -> int:
 
 
 def check_layers(name: str, values: Any, num_layers: int) -> None:
-    """Refuses what is neither an array of all layers' keys or values nor a sequence of one per layer."""
+    """Refuses anything but an array of all layers' keys or values, or a sequence of one per layer."""
     is_sequence = isinstance(values, Sequence) and not hasattr(values, "shape")
     rank = 4 if is_sequence else 5
     for each in values if is_sequence else [values]:

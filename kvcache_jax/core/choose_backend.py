@@ -39,7 +39,7 @@ def _why_not(backend: Backend, pool: KVPool, group: LayerGroup, group_size: int)
 
 
 def load(name: str | None) -> None:
-    """Imports what a backend needs, or the backends that `None` may pick.
+    """Imports the modules that a backend needs, or the backends that `None` may pick.
 
     Before anything is traced: importing Pallas makes jax trace anew whatever it has traced before.
     """

@@ -83,7 +83,7 @@ def eviction_keys(name: str, blocks: BlockMetadata) -> jax.Array:
     """Computes the policy's keys, i32[num_blocks].
 
     Raises:
-      TypeError: the policy returned something else. What it raises comes with a note that names it.
+      TypeError: the policy returned something else. Its errors come with a note that names it.
     """
     return policies.call(name, blocks, blocks.recency.shape, dtype=jnp.int32)
 

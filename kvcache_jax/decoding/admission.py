@@ -69,7 +69,7 @@ def admit(
         ]
         tokens = np.zeros((1, width), np.int32)
         tokens[0, : len(prompt)] = prompt
-        # What follows the prefix is put together by a feature: a lookup of prefixes must not find it.
+        # A feature puts tokens after the prefix together: a lookup of prefixes must not find these.
         tokens[0, prompt_rows.prefix_len(prompt_id) : len(prompt)] = NOT_LOOKED_UP
         if cache.config.enable_prefix_caching and _shares_more(cache, tokens, len(prompt), words, others):
             break

@@ -27,7 +27,7 @@ _functions_of_code: dict[types.CodeType, set[int]] = {}
 
 
 def check_model(caller: str, forward: Any, config: Any, *values: Any) -> None:
-    """Refuses a call within a trace, and what is no model or config.
+    """Refuses a call within a trace, and anything but a model and a config.
 
     The pytrees `values`, first the parameters, are handed to compiled programs and must not be traced.
     """
@@ -70,7 +70,7 @@ def check_model(caller: str, forward: Any, config: Any, *values: Any) -> None:
 def _check_signature(forward: Callable) -> None:
     try:
         signature = inspect.signature(forward)
-    except (TypeError, ValueError):  # of what is not written in Python
+    except (TypeError, ValueError):  # of a callable that is not written in Python
         return
     try:
         signature.bind(*[None] * 4)
@@ -102,7 +102,7 @@ def _warn_of_fresh(forward: Any) -> None:
 
 
 def require_functions(**fns: Any) -> None:
-    """Refuses what can neither be called nor is None."""
+    """Refuses anything but functions and None."""
     for name, fn in fns.items():
         if fn is not None and not callable(fn):
             raise TypeError(f"{name} is {fn!r}, expected a function, or None")
@@ -143,7 +143,7 @@ def prompt_seeds(seed: int | Sequence[int], num_prompts: int) -> list[tuple[int,
 
 
 def usable_prefill_len(prefill_len: Any, config: CacheConfig) -> int:
-    """Limits the tokens of one call of the model to what the cache takes at once."""
+    """Limits the tokens of one call of the model to as many as the cache takes at once."""
     return min(static_count("prefill_len", prefill_len), config.query_len_limit)
 
 

@@ -99,9 +99,9 @@ def generate(
     Requests wait until there are rows, and blocks for all tokens that they and those before them may come to,
     so there may be more of them than rows. A prompt is prefilled once; its samples fork from it. If they do
     not fit into the cache side by side, as many as do start together, and the others later, from the prompt
-    again. If the whole cache has too few blocks for one row, the row ends with what it has. A row whose
+    again. If the whole cache has too few blocks for one row, the row ends with the tokens so far. A row whose
     logits hold NaN or +inf ends too, and publishes none of its blocks from there on. With prefix caching,
-    what prompts have in common is computed once, also across calls that hand `cache` on.
+    prefixes that prompts have in common are computed once, also across calls that hand `cache` on.
 
     Args:
       forward: `(params, tokens i32[n, T], cache, step) -> (logits [n, T, vocab], cache)`; a module-level
@@ -114,7 +114,7 @@ def generate(
       num_samples: Continuations per prompt; more than `max_seqs` take turns.
       sampling: How tokens are drawn, `kv.decoding.SamplingParams(temperature=0.8)`. Its seed is one of all
         draws, or one per prompt. A continuation depends on the seed and on its prompt and sample numbers, not
-        on what is decoded beside it. With a seed per prompt, the prompt's number does not matter. With a
+        on the other rows. With a seed per prompt, the prompt's number does not matter. With a
         draft model, it also matters whether there was room for the drafts. Default: greedy.
       stop_tokens: Ids that end a continuation.
       stop_strings: Texts that end one, `kv.decoding.StopStrings(texts, detokenize)`.

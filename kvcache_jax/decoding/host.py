@@ -61,9 +61,9 @@ class Snapshot:
       num_steps: Decode steps so far.
       seconds: Host clock since the call began.
       num_blocks_used: Referenced blocks, all groups.
-      num_refs: Table entries that point at them; the difference is what sharing saves.
+      num_refs: Table entries that point at them; the difference is saved by sharing.
       num_active_seqs: Rows that hold a sequence.
-      running: {row: (prompt_id, sample_id)}, what the rows decode.
+      running: {row: (prompt_id, sample_id)} of rows that decode.
       ended: Continuations that ended since the snapshot before.
       block_tables: Per group, i32[max_seqs, max_blocks_per_seq]; none in a timeline, which would hold them
         all: `on_check_in` gets them.
@@ -100,7 +100,7 @@ def snapshot_of(
     running: dict[int, tuple[int, int]],
     ended: Sequence[Generation] = (),
 ) -> Snapshot:
-    """Records what the cache holds now."""
+    """Records the present owners of blocks."""
     pools = cache.control.block_pools
     tables = [np.array(pool.block_table) for pool in pools]  # copies: the cache is donated next
     num_refs = (int((t < pool.num_blocks).sum()) for t, pool in zip(tables, pools, strict=True))
@@ -184,7 +184,7 @@ class Host:
             self.watch.on_check_in(snapshot)
 
     def check_in(self, state: DecodeState) -> DecodeState:
-        """Streams what is new, collects the rows that ended and frees them."""
+        """Streams new tokens, collects the rows that ended and frees them."""
         phase, length, prompt_len, history, logprobs = (
             np.asarray(x)
             for x in (state.phase, state.length, state.prompt_len, state.history, state.logprobs)
@@ -214,7 +214,7 @@ class Host:
         """Counts the tokens that complete the first stop string, None without one; `num_checked` do not."""
         if self.stop_strings is None:
             return None
-        # Not the whole text alone: a character that is not finished yet may hide what there was before.
+        # Not the whole text alone: a character that is not finished yet may hide one before it.
         for end in range(num_checked + 1, len(tokens) + 1):
             text = self.stop_strings.detokenize(tokens[:end])
             if not isinstance(text, str):

@@ -43,7 +43,7 @@ def num_side_by_side(
             continue
         prompt = ceil_div(prompt_len, group.block_size)
         num_reserved = min(prompt, group.max_held_blocks)
-        # The first sample has the prompt's blocks, which the others share: they add only what they write.
+        # The first sample has the prompt's blocks, shared by the others: these add blocks to write into.
         first = _growth(group, prompt_len, max_len, num_reserved)
         fork = _growth(group, prompt_len, max_len)
         while num_fit > 1 and group.num_blocks < _most_needed(
@@ -58,7 +58,7 @@ def rows_fit(cache: Cache, rows: Rows, retention: Retention) -> bool:
     for group, pool in zip(cache.config.groups, cache.control.block_pools, strict=True):
         table, ref_count = np.asarray(pool.block_table), np.asarray(pool.ref_count)
         entries = table[table < pool.num_blocks]
-        # What extras hold is no room, and does not become any when rows release it.
+        # Blocks that extras hold are no room, also after rows released them.
         is_room = ref_count <= np.bincount(entries, minlength=pool.num_blocks)
         if (held_len := retention.max_held_len(cache.config, 1)) is not None:
             # Rows drop tokens before any of them grows: compare their largest sizes, not the present ones.
@@ -95,7 +95,7 @@ def _most_needed(
 ) -> int:
     """Counts the most blocks that rows which share blocks ever hold together.
 
-    Either what is held now stays, held by one row or another, and each row takes blocks of its own beside; or
+    Either the blocks held now stay, each with some row, and each row takes blocks of its own beside; or
     the rows share nothing more, and each holds as many as a row can, which are few where windows release.
     Last blocks are copied `num_copies` times before they are written, `num_published` times by their last
     owner.

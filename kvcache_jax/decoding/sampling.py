@@ -80,11 +80,11 @@ def sampling_columns(
 def filtered_logprobs(logits: jax.Array, params: SamplingColumns) -> jax.Array:
     """Computes the distribution that a row draws from: temperature, top-k, min-p and top-p, in this order.
 
-    Each filter sees what the one before left, renormalised. Of equal tokens those with the lowest ids stay:
-    top-k keeps exactly k, top-p the fewest with mass at least `top_p`, the one that crosses it included. One
-    token always remains; at temperature 0, the first of the most probable. NaN logits count as -inf, and a
-    row without any other keeps token 0. Logits are [n, vocab], of any floating dtype; the result is
-    f32[n, vocab], log-probabilities, -inf for excluded tokens.
+    Each filter sees the tokens that the one before left, renormalised. Of equal tokens those with the lowest
+    ids stay: top-k keeps exactly k, top-p the fewest with mass at least `top_p`, the one that crosses it
+    included. One token always remains; at temperature 0, the first of the most probable. NaN logits count as
+    -inf, and a row without any other keeps token 0. Logits are [n, vocab], of any floating dtype; the result
+    is f32[n, vocab], log-probabilities, -inf for excluded tokens.
 
     References:
       Top-k: Fan, Lewis, Dauphin, "Hierarchical Neural Story Generation", arXiv:1805.04833.

@@ -194,7 +194,7 @@ def score(
             lonely += failed
         elif failed:  # fewer at a time leave each other more blocks
             waiting, most = failed + waiting, max(1, len(wave) // 2)
-    # In the context's own row: a fork holds what its windows reach beside what the context's reach.
+    # In the context's own row: a fork holds the blocks that its windows reach, beside the context's.
     for nth, i in enumerate(lonely):
         if nth > 0:
             held, *_ = hold_context(held)

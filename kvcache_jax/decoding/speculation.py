@@ -25,7 +25,7 @@ def accept_drafts(
     draft_logprobs: jax.Array | None,
     keys: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Verifies drafts such that what is emitted is distributed as if drawn from the target, token by token.
+    """Verifies drafts such that emitted tokens are distributed as if drawn from the target, token by token.
 
     A draft is accepted with probability min(1, p/q), where p is its probability under the target and q under
     the draft model. At the first rejection the next token is drawn from max(p - q, 0), normalised; if all are

@@ -1,4 +1,4 @@
-"""From logits to the next tokens of requests, and what follows from them: who ends, who goes on."""
+"""From logits to the next tokens of requests, which end or go on with them."""
 
 import dataclasses
 from typing import NamedTuple
@@ -98,7 +98,7 @@ def _draw_behind_drafts(
     is_there: jax.Array,
     options: Options,
 ) -> tuple[EngineState, Drawn]:
-    """Accepts drafts as far as they are what would have been drawn."""
+    """Accepts drafts as far as they are the tokens that would have been drawn."""
     max_seqs, width, vocab = logits.shape
     order = jnp.arange(width, dtype=jnp.int32)
     # A row computes at least one known token before its drafts: the first logits that are drawn from.
@@ -109,14 +109,14 @@ def _draw_behind_drafts(
     drafts = jnp.take_along_axis(tokens, jnp.minimum(place + 1, width - 1), axis=1)[:, :-1]
     wide = jax.tree.map(lambda field: jnp.repeat(field, width, axis=0), row_sampling(state))
     target = filtered_logprobs(logits.reshape(max_seqs * width, vocab), wide).reshape(logits.shape)
-    # A draw has the key of its seed and position, so drafts do not change what a request samples.
+    # A draw has the key of its seed and position, so drafts do not change a request's tokens.
     keys = row_keys(wide, (state.row_length[:, None] + order[None]).reshape(-1)).reshape(max_seqs, width)
     num_accepted, token = accept_drafts(target, drafts, num_drafts, None, keys)
     emitted = jnp.concatenate([drafts, jnp.zeros_like(token)[:, None]], axis=1)
     emitted = set_at(emitted, (jnp.arange(max_seqs, dtype=jnp.int32), num_accepted), token)
     logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), emitted[..., None], axis=2)[..., 0]
 
-    # Nothing counts after the first logits that are no numbers: the row emits what came before, and fails.
+    # Nothing counts after the first logits that are no numbers: the row emits the tokens before, and fails.
     num_drawn = jnp.sum(jnp.cumprod(are_numbers(logits), axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32)
     num_tokens = jnp.where(is_there, jnp.minimum(1 + num_accepted, num_drawn), 0)
     # Rejected drafts leave the cache again, so that it never holds a token that the request does not have.
@@ -149,7 +149,7 @@ def _tops(logits: jax.Array, options: Options) -> tuple[jax.Array, jax.Array] | 
 
 
 def write_down(state: EngineState, drawn: Drawn, options: Options) -> EngineState:
-    """Adds the drawn tokens to their requests, up to what ends them, and tells the host."""
+    """Adds the drawn tokens to their requests, up to the one that ends them, and tells the host."""
     requests, slots = state.requests, state.row_request
     order = jnp.arange(drawn.tokens.shape[1], dtype=jnp.int32)[None]
     num_left = get_at(requests.max_new - state.num_generated, slots, 0)

@@ -65,21 +65,21 @@ class Engine:
         (the client with the least service first), or a name registered with `request_policy`.
       token_budget: Most tokens of a step. Default: one of each row, and as many of prompts as there are
         rows, at least 256.
-      schedule: The policy's parameters, and what is kept in reserve, `kv.engine.Schedule(watermark=0.05)`.
+      schedule: The policy's parameters, and the blocks in reserve, `kv.engine.Schedule(watermark=0.05)`.
       limits: How many requests it takes, and how large, `kv.engine.Limits(max_requests=1024)`.
       num_drafts: Draft tokens per row and step, from the row's own text; they count against the budget.
       num_top_logprobs: Most probable tokens reported with each token.
       process_logits: `(logits f32[max_seqs, vocab], state) -> logits`, for masks, penalties and bans; -inf is
         a ban. A request whose tokens are all banned ends with the finish reason "no_token".
-      batch_invariant: The bits of a token's logits depend on its tokens and their positions alone, not on who
-        else is in the batch, on hits, preemptions or the budget. See `invariant.py` for what makes it so.
+      batch_invariant: The bits of a token's logits depend on its tokens and their positions alone, not on
+        other requests of the batch, on hits, preemptions or the budget. See `invariant.py`.
         Attention is XLA's then: kernels are refused.
       steps_per_dispatch: Steps between two check-ins of the host.
       namespace: u32[4], of the weights, within which each request has its own; see `namespace_of`.
       placement: A mesh to run on, `kv.engine.Placement(mesh, row_axis="rows")`. Default: one device.
 
     Raises:
-      ValueError, TypeError: sizes that do not fit together, and what is no model.
+      ValueError, TypeError: sizes that do not fit together, no model.
 
     Example:
       >>> import jax, jax.numpy as jnp, kvcache_jax as kv
@@ -185,7 +185,7 @@ class Engine:
           How many of them; push the others later.
 
         Raises:
-          ValueError, TypeError: what is no request, or has an id that another one has, or more stop tokens,
+          ValueError, TypeError: no request, or one with the id of another, with more stop tokens,
             items, samples or a higher client than the engine was made for. Then none was taken.
         """
         with self._lock:
@@ -218,8 +218,8 @@ class Engine:
     def set_params(self, params: Any, namespace: ArrayLike | None = None) -> None:
         """Goes on with other parameters from the next dispatch on; rows that run keep their place.
 
-        What these rows have in the cache stays as it is, computed under the old parameters, and none of it is
-        published any more. A row that is preempted is computed anew, under the new ones.
+        The keys and values of these rows stay as they are, computed under the old parameters, and none of
+        them is published any more. A row that is preempted is computed anew, under the new ones.
 
         Args:
           params: Of the same shapes and dtypes.
@@ -286,7 +286,7 @@ class Engine:
     def drain(self, max_steps: int | None = None) -> None:
         """Starts the next dispatch, and takes in the report of the one before; for a loop of one's own.
 
-        What came of it is for `take_events`.
+        Its events are for `take_events`.
 
         Args:
           max_steps: Of the next dispatch, at most `steps_per_dispatch`.
@@ -319,7 +319,7 @@ class Engine:
         """Lowers the engine's program, to be compiled ahead or looked into; runs nothing.
 
         Returns:
-          The only program that it has, whatever its requests; `.compile()` says what memory it takes.
+          The only program that it has, whatever its requests; `.compile()` says how much memory it takes.
         """
         with self._lock:
             inboxes = [table.pack(False).inbox for table in self._tables]

@@ -1,4 +1,4 @@
-"""Options of an engine: values that group what it is asked for, and what is compiled into its program."""
+"""Options of an engine: values that group its arguments, and choices compiled into its program."""
 
 import dataclasses
 from typing import Any
@@ -41,7 +41,7 @@ class Limits:
       num_clients: Clients of the policy "fair".
 
     Raises:
-      ValueError, TypeError: what is no size.
+      ValueError, TypeError: no size.
     """
 
     max_requests: int | None = None
@@ -60,7 +60,7 @@ LIMITS = Limits()
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """Parameters of the policy by which an engine serves, and of what it keeps in reserve.
+    """Parameters of the policy by which an engine serves, and of the blocks that it keeps in reserve.
 
     Attributes:
       watermark: Share of the blocks that an admission leaves free, while a row runs.
@@ -69,7 +69,7 @@ class Schedule:
       long_prefill_len: Most tokens of one prompt in one step. Default: `max_seq_len`.
 
     Raises:
-      ValueError, TypeError: what is no share, no size.
+      ValueError, TypeError: no share, no size.
     """
 
     watermark: float = 0.01
@@ -93,17 +93,17 @@ SCHEDULE = Schedule()
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Placement:
-    """Devices on which an engine runs, and what is split over them.
+    """Devices on which an engine runs, and the axes that are split over them.
 
     Attributes:
       mesh: The devices.
       row_axis: Mesh axis whose devices have `max_seqs` rows and a scheduler each; each request goes to the
         one that has least to do. Heads are split over `config.head_axis`, if it is set: `forward` then runs
-        within `jax.shard_map`, sees its own heads, and adds up over that axis what it must.
+        within `jax.shard_map`, sees its own heads, and adds up over that axis where it must.
       params_spec: `PartitionSpec`s of the parameters, a prefix of their tree. Default: on all devices.
 
     Raises:
-      ValueError, TypeError: what is no mesh, an axis that the mesh lacks.
+      ValueError, TypeError: no mesh, an axis that the mesh lacks.
     """
 
     mesh: Mesh

@@ -1,4 +1,4 @@
-"""The outbox: what happened on the device, written down until the host reads it.
+"""The outbox: events on the device, written down until the host reads them.
 
 An entry is a row of i32: slot, uid, token, bits of its log-probability, `Finish`; then the most probable
 tokens, then the bits of theirs. A token is -1 where a request ends without one.

@@ -1,4 +1,4 @@
-"""The engine's one program: takes in what the host has for it, makes up to `k` steps, and reports.
+"""The engine's one program: takes in the host's news, makes up to `k` steps, and reports.
 
 The report is one array of i32, so that the host reads once per dispatch: a header (`Report`), then the
 outbox.
@@ -116,7 +116,7 @@ def _report(state: EngineState) -> jax.Array:
 
 
 def _take_in(state: EngineState, inbox: Inbox, options: Options) -> EngineState:
-    """Ends what the host ended, changes the weights, and enters new requests."""
+    """Ends requests that the host ended, changes the weights, and enters new requests."""
     state = _end(state, inbox)
     state = dataclasses.replace(state, may_publish=state.may_publish & ~inbox.has_new_weights)
     return _enter(count(state, updates=inbox.has_new_weights[None]), inbox)

@@ -30,7 +30,7 @@ from kvcache_jax.decoding.sampling import SamplingColumns
 class Requests:
     """The table of requests on the device; `R` slots."""
 
-    tokens: jax.Array  # i32[any], runs of prompts and what follows them
+    tokens: jax.Array  # i32[any], runs of prompts and generated tokens
     uid: jax.Array  # i32[R], number in the order of arrival; -1 for a slot that was never used
     start: jax.Array  # i32[R], first token in `tokens`
     prompt_len: jax.Array  # i32[R]
@@ -39,7 +39,7 @@ class Requests:
     stop: jax.Array  # i32[R, S], tokens that end it; -1 for none
     priority: jax.Array  # i32[R], higher is served first by the policy "priority"
     arrival_step: jax.Array  # i32[R], steps of the engine before it came, modulo 2**32
-    client: jax.Array  # i32[R], who asks, for the policy "fair"
+    client: jax.Array  # i32[R], number of the client, for the policy "fair"
     namespace: jax.Array  # u32[R, 4], who may share its blocks, within the namespace of the present weights
     parent: jax.Array  # i32[R], slot of the request whose prompt it forks; R for none
     parent_uid: jax.Array  # i32[R], the `uid` that it has if it is still that one
@@ -101,7 +101,7 @@ class GenerationRequest:
     Attributes:
       prompt: Token ids, at least one; multimodal items have theirs from `item_tokens`.
       max_new_tokens: Most tokens to generate. With the prompt at most `max_seq_len + 1`: the last one is not
-        stored. What is longer, however long, is answered by the finish reason "refused".
+        stored. A longer one, however long, is answered by the finish reason "refused".
       id: Names it in results, anything that can be hashed; unique among those that have not ended. Default: a
         number that no other request has.
       sampling: How its tokens are drawn, `kv.decoding.SamplingParams(temperature=0.8)`. Its one seed decides
@@ -111,7 +111,7 @@ class GenerationRequest:
       client: Who asks, for the policy "fair": 0 to below `num_clients`.
       namespace: u32[4], who may share its blocks, as in `allocate`; see `Engine.namespace_of`.
       num_samples: Continuations, which share the prompt's blocks.
-      deadline: Seconds after it was pushed; what is not done then ends. None: no end.
+      deadline: Seconds after it was pushed, when it ends if it is not done. None: no end.
       items: First position and end of each multimodal item, as in `allocate`.
 
     Example:
@@ -186,7 +186,7 @@ def one_namespace(namespace: ArrayLike | None) -> np.ndarray:
 
 
 def require_id(request_id: Hashable) -> Hashable:
-    """Refuses what a request could not be found by."""
+    """Refuses an id that a request could not be found by."""
     try:
         hash(request_id)
     except TypeError as error:

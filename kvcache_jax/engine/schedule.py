@@ -1,9 +1,9 @@
-"""The schedule of a step: what is freed, admitted and computed. A pure function of the state.
+"""The schedule of a step, a pure function of the state: rows freed, requests admitted, tokens computed.
 
 A step computes at most `max_seqs * width + num_pieces * piece_len` tokens, its budget. The rows' next tokens
-come first: every running row computes one in every step, whatever it has left to do. What the budget leaves
-goes to the prompts of running rows, the best row first, and then to the prompts just admitted. The last
-token of a prompt is always such a next token, so that tokens are drawn in one place, and prompts are computed
+come first: every running row computes one in every step, whatever it has left to do. The rest of the budget
+goes to the prompts of running rows, the best row first, and then to the prompts just admitted. The last token
+of a prompt is always such a next token, so that tokens are drawn in one place, and prompts are computed
 without logits that no row needs.
 
 Progress. There is a request of which every step computes a token, as long as one waits or runs:
@@ -17,7 +17,7 @@ Progress. There is a request of which every step computes a token, as long as on
    many: by arrival those that came before; by priority those that came before or within the steps that
    their priority is worth.
 
-So every request ends after finitely many steps, also where the pool is exactly what it needs.
+So every request ends after finitely many steps, also where the pool has just the blocks that it needs.
 """
 
 import dataclasses
@@ -77,7 +77,7 @@ def finish(state: EngineState) -> EngineState:
 
 
 def schedule(state: EngineState, options: Options) -> tuple[EngineState, Plan]:
-    """Frees what ended, admits, and shares the budget among prompts; reads and writes no pool."""
+    """Frees rows that ended, admits, and shares the budget among prompts; reads and writes no pool."""
     state = admit(finish(state), options)
     return state, plan_prompts(state, options)
 

@@ -14,7 +14,7 @@ from kvcache_jax.engine.requests import GenerationRequest, TableSizes
 from kvcache_jax.engine.table import RequestTable
 
 _LEAST_PROMPT_TOKENS = 256
-"""Of a step, if nobody says otherwise; with more rows as many as there are, for what ends makes room."""
+"""Of a step, by default; with more rows as many as there are, for rows that end make room."""
 _LEAST_PIECES = 4
 _PIECE_LEN = 128
 """Tokens of a piece where the budget has more of them: a prompt then wastes little of its last one."""
@@ -36,7 +36,7 @@ def table_sizes(limits: Limits, config: CacheConfig) -> TableSizes:
 
 
 def inbox_sizes(sizes: TableSizes, config: CacheConfig) -> TableSizes:
-    """Works out the sizes of what one dispatch takes in, for a table of these sizes."""
+    """Works out the sizes of the inbox of one dispatch, for a table of these sizes."""
     most = most_entering(config.max_seqs)
     return dataclasses.replace(
         sizes,
@@ -136,7 +136,7 @@ def check_fits(request: GenerationRequest, sizes: TableSizes, max_seq_len: int) 
                 f"a request has {value} {what}, expected at most {most}: make the Engine with a larger "
                 f"{name} in its kv.engine.Limits"
             )
-    # Nothing is stored of what the device will refuse.
+    # No token is stored of a request that the device will refuse.
     is_long = request.num_tokens - 1 > max_seq_len
     num_tokens = 0 if is_long else request.num_samples * request.num_tokens
     if num_tokens > sizes.num_tokens:
@@ -155,7 +155,7 @@ def piece_sizes(num_tokens: int) -> tuple[int, int]:
 def checked_ids(
     requests: list[Any], tables: Sequence[RequestTable], sizes: TableSizes, max_seq_len: int
 ) -> set[Hashable]:
-    """Refuses what is no request or does not fit, and returns the ids that they name."""
+    """Refuses anything but requests that fit, and returns the ids that they name."""
     ids = set[Hashable]()
     for request in requests:
         if not isinstance(request, GenerationRequest):

@@ -127,7 +127,7 @@ class Shards:
             specs = jax.tree.map(lambda _: rows, state)
             cache = dataclasses.replace(specs.cache, pools=jax.tree.map(lambda _: pools, state.cache.pools))
             specs = dataclasses.replace(specs, cache=cache)
-            # What is shared and what differs is not followed: a shard's devices schedule alike by themselves.
+            # Types do not follow which arrays differ: a shard's devices schedule alike by themselves.
             return jax.shard_map(
                 on_shard,
                 mesh=self._mesh,

@@ -1,4 +1,4 @@
-"""The state of an engine from step to step: the cache, the requests, and who is where.
+"""The state of an engine from step to step: the cache, the requests, and the rows that they run in.
 
 Invariants, between two steps:
 
@@ -49,7 +49,7 @@ class Finish(enum.IntEnum):
     LENGTH = 2
     """It has all its tokens."""
     NAN_LOGITS = 3
-    """Of the logits behind its tokens one is NaN or +inf."""
+    """Of the logits after its tokens one is NaN or +inf."""
     REFUSED = 4
     """It could never run: more blocks than the pool has, or more tokens than `max_seq_len`."""
     CANCELLED = 5
@@ -68,7 +68,7 @@ class EngineCounter(enum.IntEnum):
     PREFILL_STEPS = 1
     """Those that computed prompts beside the rows' next tokens."""
     PREFILL_TOKENS = 2
-    """Tokens computed that nothing was drawn behind."""
+    """Tokens computed after which nothing was drawn."""
     GENERATED_TOKENS = 3
     """Tokens drawn."""
     CACHED_TOKENS = 4
@@ -108,8 +108,8 @@ class EngineState:
       is_ended: bool[max_seqs], the row is to be freed.
       may_publish: bool[max_seqs], its blocks were computed under the present weights.
       may_admit: bool[], something changed since the last request did not fit.
-      service: i32[clients], what each client got, above the least of those that have requests.
-      outbox: i32[any, width], what happened since the last check-in; see `program.py`.
+      service: i32[clients], weighted tokens that each client got, above the least of clients with requests.
+      outbox: i32[any, width], events since the last check-in; see `program.py`.
       outbox_len: i32[].
       counters: u32[len(EngineCounter)], modulo 2**32.
     """

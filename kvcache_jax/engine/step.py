@@ -92,7 +92,7 @@ def reserve_next(
 def draw_next(
     model: Model, state: EngineState, step: Step, tokens: jax.Array, logits: jax.Array, options: Options
 ) -> EngineState:
-    """Draws what follows the next tokens from their logits, and publishes full blocks."""
+    """Draws the tokens after the next ones from their logits, and publishes full blocks."""
     logits = logits.astype(jnp.float32)
     if model.process_logits is not None:
         logits = _processed(model.process_logits, logits, state)

@@ -1,7 +1,7 @@
-"""The host's side of the request table: which slot and which run of tokens is whose.
+"""The host's side of the request table: the slot and the run of tokens of each request.
 
 A slot and its run are taken when a request is pushed and released when the host has read that it ended, so
-the device never reuses what the host still believes to be a request's.
+the device never reuses a slot or run of a request that the host still knows.
 """
 
 import bisect
@@ -125,7 +125,7 @@ class RequestTable:
 
     def add(self, request: GenerationRequest, request_id: Hashable, now: float) -> bool:
         """Takes slots and runs for all samples of a request; False, and nothing taken, without room."""
-        # Nothing is stored of what the device will refuse.
+        # No token is stored of a request that the device will refuse.
         is_long = request.num_tokens - 1 > self._max_seq_len
         run_len = 0 if is_long else request.num_tokens
         if len(self._free_slots) < request.num_samples:
@@ -184,7 +184,7 @@ class RequestTable:
         self._runs.give_back(*sample.run)
 
     def pack(self, has_new_weights: bool) -> Parcel:
-        """Packs what the device is to be told next, as much as one inbox takes; changes nothing.
+        """Packs the news that the device is told next, as much as one inbox takes; changes nothing.
 
         Only `mark_sent` does, so that nothing is lost with an inbox that could not be handed over.
         """
@@ -254,7 +254,7 @@ def _write(columns: Any, i: int, sample: Sample, max_seq_len: int) -> None:
     """Writes a sample into entry `i` of an inbox's columns, in numpy."""
     request = sample.request
     columns.uid[i], columns.start[i] = sample.uid, sample.run[0]
-    # Enough to be refused: what the device adds up stays below 2**31.
+    # Enough to be refused: sums on the device stay below 2**31.
     columns.prompt_len[i] = min(len(request.prompt), max_seq_len + 1)
     columns.max_new[i] = min(request.max_new_tokens, max_seq_len + 1)
     drawn, sampling = columns.sampling, request.sampling

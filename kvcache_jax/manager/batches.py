@@ -1,7 +1,7 @@
 """Records of the batches that `CacheManager` handed out, to refuse those that may no longer be run.
 
 A batch has the slots that its requests had when it was made. Once another request has such a slot, a step
-with this batch would overwrite what the other one stored.
+with this batch would overwrite the other one's tokens.
 """
 
 import dataclasses

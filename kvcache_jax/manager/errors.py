@@ -37,7 +37,7 @@ class OutOfRows(CacheError):
 
 
 class TooLong(CacheError):
-    """Excess of tokens over what a row or a call may have: `needed` and `available` are tokens."""
+    """Excess of tokens over the limit of a row or a call: `needed` and `available` are tokens."""
 
 
 class UnknownRequest(CacheError):
@@ -77,8 +77,8 @@ class ManagerClosed(CacheError):
 class CacheLost(CacheError):
     """Loss of the cache: a step failed on the device after it was given the cache, or it was donated.
 
-    The one error after which the manager is not as it was: it starts over, empty and ready. `__cause__` says
-    what failed.
+    The one error after which the manager is not as it was: it starts over, empty and ready. `__cause__` is
+    the failure.
 
     Attributes:
       request_ids: The requests that were lost and can be allocated again.

@@ -71,7 +71,7 @@ class Eviction(Queries):
     def reset_prefix_cache(self) -> int:
         """Forgets all published contents; returns how many blocks of all layer groups they had.
 
-        When the weights change, end all requests first: what they hold was computed with the old ones.
+        When the weights change, end all requests first: their keys were computed with the old ones.
         """
         with self._holder.turn("reset_prefix_cache"):
             self._holder.cache, count = self._holder.on_control(programs.reset_prefix_cache)

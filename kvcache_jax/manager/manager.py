@@ -289,7 +289,7 @@ class CacheManager(Eviction):
         alone. Returns before the device is done; until then, as with `jax.jit`, numpy arrays in `args` may
         still be read, so do not overwrite them.
 
-        What the function raises while it is traced or compiled comes through, and nothing has changed: tokens
+        Errors of the function while it is traced or compiled come through, and nothing has changed: tokens
         that were appended for this step stay appended, see `append_tokens`.
 
         Returns:

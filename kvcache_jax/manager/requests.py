@@ -118,7 +118,7 @@ _REQUESTS_OF_HIT_RATE = 1000
 
 
 def hashable[T](request_id: T) -> T:
-    """Refuses what cannot be an id."""
+    """Refuses a value that cannot be an id."""
     try:
         hash(request_id)
     except TypeError as error:

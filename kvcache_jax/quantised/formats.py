@@ -20,13 +20,13 @@ from jax import lax
 class Format(NamedTuple):
     """A format in which the numbers of one token and head are stored."""
 
-    # `(head_dim) -> {part: (width, dtype)}`: what is stored per token and head. The part "" is the numbers;
+    # `(head_dim) -> {part: (width, dtype)}`: numbers stored per token and head. The part "" is the numbers;
     # others, such as "scale", have width None for a single number.
     parts: Callable[[int], Mapping[str, tuple[int | None, Any]]]
     # `(x f32[..., head_dim]) -> {part: [..., width]}`, or `[...]` for a single number.
     encode: Callable[[jax.Array], Mapping[str, jax.Array]]
     # `({part: array}, dtype) -> (values [..., head_dim], scale f32[...], offset f32[...] or None)`: numbers
-    # that the dtype holds exactly, what they are multiplied by, and what is then added to each.
+    # that the dtype holds exactly, the factor, and the summand.
     decode: Callable[[Mapping[str, jax.Array], Any], tuple[jax.Array, jax.Array, jax.Array | None]]
 
 
