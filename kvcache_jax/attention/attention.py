@@ -7,11 +7,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.core import Tracer
 
-from kvcache_jax.arrays.number_checks import finite_number, static_flag
+from kvcache_jax.arrays.number_checks import static_flag
 from kvcache_jax.arrays.sharding import as_varied, axis_of_types, check_split
 from kvcache_jax.attention import vjp
 from kvcache_jax.attention.attention_plan import in_runs
@@ -151,10 +149,10 @@ def _attend(
     stored = storage.keys_values_shapes(pool, group, weights)
     num_kv_heads, _, key_dim = stored.k.shape
     arguments.require_floats("q", q)
-    check_queries(q, step, num_kv_heads, key_dim)
+    arguments.check_queries(q, step, num_kv_heads, key_dim)
     if sink_logits is not None:
         sink_logits = arguments.as_array("sink_logits", sink_logits)
-    check_options(scale, soft_cap, sink_logits, q.shape[-2])
+    arguments.check_options(scale, soft_cap, sink_logits, q.shape[-2])
     return_lse = static_flag("return_lse", return_lse)
     arguments.refuse_shared_cache("q", q, cache)
 
@@ -211,36 +209,3 @@ def _read(
         read, out, lse = lax.optimization_barrier((pool, out, lse))
     out = kind.outputs(out.reshape(*shape[:-1], out.shape[-1]))
     return read, out.astype(q.dtype), lse.reshape(shape[:-1])
-
-
-def check_queries(q: jax.Array, step: Step, num_kv_heads: int, key_dim: int) -> None:
-    """Refuses queries of another shape than the step's tokens and the layer's keys ask for."""
-    tokens = step.positions.shape
-    heads_divide = q.ndim >= 2 and q.shape[-2] > 0 and q.shape[-2] % num_kv_heads == 0
-    if q.shape[:-2] != tokens or q.shape[-1] != key_dim or not heads_divide:
-        raise ValueError(
-            f"q has shape {q.shape}, expected {(*tokens, 'num_q_heads', key_dim)} "
-            f"with num_q_heads a multiple of num_kv_heads = {num_kv_heads}"
-        )
-
-
-def check_options(scale: Any, soft_cap: Any, sink_logits: arguments.Array | None, num_q_heads: int) -> None:
-    """Refuses options of attention that are no numbers, or traced where they are part of the program."""
-    for name, value in (("scale", scale), ("soft_cap", soft_cap)):
-        if isinstance(value, Tracer):
-            raise TypeError(f"{name} is traced, expected a Python number; multiply q by it instead")
-        if value is None:
-            continue
-        if np.ndim(value) or not jnp.isdtype(np.asarray(value).dtype, ("real floating", "integral")):
-            raise TypeError(f"{name} is {value!r}, expected a Python number or None")
-        finite_number(name, np.asarray(value)[()])
-    if soft_cap is not None and not soft_cap > 0:
-        raise ValueError(f"soft_cap is {soft_cap}, expected a positive number or None")
-    if sink_logits is None:
-        return
-    if sink_logits.shape != (num_q_heads,):
-        raise ValueError(
-            f"sink_logits has shape {sink_logits.shape}, expected ({num_q_heads},), one per query head"
-        )
-    if not jnp.isdtype(sink_logits.dtype, ("real floating", "integral")):
-        raise TypeError(f"sink_logits has dtype {sink_logits.dtype}, expected real numbers")

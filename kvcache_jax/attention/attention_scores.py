@@ -14,7 +14,6 @@ from kvcache_jax.arrays.derivatives import forward_mode_only
 from kvcache_jax.arrays.masked_updates import get_at
 from kvcache_jax.arrays.number_checks import static_count
 from kvcache_jax.arrays.sharding import as_varied
-from kvcache_jax.attention.attention import check_options, check_queries
 from kvcache_jax.attention.tiles import MASKED, by_head, by_query, scaled_logits, tiles
 from kvcache_jax.blocks.storage import keys_values_of, keys_values_shapes
 from kvcache_jax.core import arguments
@@ -81,10 +80,10 @@ def attention_scores(
     weights = jax.tree.map(jnp.asarray, weights)
     num_kv_heads, _, key_dim = keys_values_shapes(pool, group, weights).k.shape
     arguments.require_floats("q", q)
-    check_queries(q, step, num_kv_heads, key_dim)
+    arguments.check_queries(q, step, num_kv_heads, key_dim)
     if sink_logits is not None:
         sink_logits = arguments.as_array("sink_logits", sink_logits)
-    check_options(scale, soft_cap, sink_logits, q.shape[-2])
+    arguments.check_options(scale, soft_cap, sink_logits, q.shape[-2])
     if num_last is not None:
         num_last = static_count("num_last", num_last, least=1, most=q.shape[1], most_name="the step's tokens")
         if plan.positions is not None or plan.table_row.shape[0] != q.shape[0]:

@@ -10,7 +10,7 @@ import numpy as np
 from kvcache_jax.arrays.number_checks import as_integer, finite_number, static_count
 from kvcache_jax.blocks.key_rotation import Rotate
 from kvcache_jax.chunks.chunk_selector import selectors
-from kvcache_jax.chunks.chunk_store import store_of
+from kvcache_jax.chunks.chunk_store import require_store
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import Cache, Step
 from kvcache_jax.decoding.arguments import as_list
@@ -119,11 +119,7 @@ def prompt_spans(call: PromptCall, spans: Any, reuse: Any) -> list[list[Span]]:
         raise ValueError(
             f"observed_layer is {layer}, expected one of the cache's {num_layers} layers, from 0 on"
         )
-    if (store := store_of(config)) is None:
-        raise ValueError(
-            f"{caller} got chunks and a cache without a store of chunks, expected one built with "
-            "CacheConfig(extras=[kv.chunks.Store(num_chunks=..., max_chunk_len=...)])"
-        )
+    store = require_store(caller, config)
     of_prompts = as_list("spans", spans, "spans of each prompt, pairs (start, end)")
     if len(of_prompts) != len(prompts):
         raise ValueError(

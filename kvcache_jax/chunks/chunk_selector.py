@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 from kvcache_jax.arrays.masked_updates import get_at
 from kvcache_jax.arrays.number_checks import static_count
 from kvcache_jax.arrays.registry import Registry
-from kvcache_jax.chunks.stored_chunks import Chunks, require_chunks
+from kvcache_jax.chunks.chunk_store import Chunks, require_chunks
 from kvcache_jax.core import arguments
 from kvcache_jax.core.cache_checks import takes_one
 from kvcache_jax.core.state import Cache
@@ -86,15 +86,6 @@ def visible_to(name: str, chunks: ChunkMetadata) -> ChunkMetadata:
     return chunks._replace(**dict.fromkeys(selectors.optional - needs))
 
 
-def scores_by(name: str, chunks: ChunkMetadata) -> jax.Array:
-    """Computes a selector's scores, f32[n, S].
-
-    Raises:
-      TypeError: the selector returned something else. Its errors come with a note that names it.
-    """
-    return selectors.call(name, chunks, chunks.is_token.shape, dtype=jnp.float32)
-
-
 @chunk_selector("attention", needs=["attention"])
 def _attention(chunks: ChunkMetadata) -> jax.Array:
     """Scores by the attention that the token gives to the tokens before its chunk (Cache-Craft)."""
@@ -160,16 +151,7 @@ def chunk_metadata(cache: Cache, chunk_ids: Any, starts: Any) -> ChunkMetadata:
     Raises:
       ValueError, TypeError: a cache without a store of chunks, or shapes or dtypes that do not fit.
 
-    Example:
-      >>> import kvcache_jax as kv
-      >>> sizes = dict(num_blocks=8, max_seqs=2, max_seq_len=64, extras=[kv.chunks.Store(3, 40)])
-      >>> cache = kv.init(kv.CacheConfig([kv.FullAttention(1, 8)], **sizes))
-      >>> cache, _ = kv.allocate(cache, [0, 1], [30, 1])
-      >>> cache, _ = kv.extend(cache, [30, 1], max_new=30)
-      >>> cache, stored = kv.chunks.store(cache, [0], [0], [30], [range(30)])
-      >>> chunks = kv.chunks.metadata(cache, [[0, 0]], [[0, 30]])      # of which the first is exact
-      >>> kv.chunks.select_tokens("first", chunks, [2], max_select=3).tolist()
-      [[30, 31, 64]]
+    Example: see `chunks.compose`.
     """
     chunks = require_chunks("chunk_metadata", cache)
     chunk_ids = arguments.saturated("chunk_ids", chunk_ids)
@@ -267,7 +249,7 @@ def _checked(chunks: ChunkMetadata) -> ChunkMetadata:
 
 @functools.partial(jax.jit, static_argnames=("selector", "max_select"))
 def _select(chunks: ChunkMetadata, num_select: jax.Array, selector: str, max_select: int) -> jax.Array:
-    scores = scores_by(selector, chunks)
+    scores = selectors.call(selector, chunks, chunks.is_token.shape, dtype=jnp.float32)
     scores = jnp.where(jnp.isnan(scores), jnp.inf, scores)  # where nothing is known it is safe to compute
     may = chunks.is_token & (scores > -jnp.inf)
     row = jnp.zeros_like(chunks.nth_chunk)

@@ -12,7 +12,7 @@ from kvcache_jax.arrays.masked_updates import any_of, get_at, num_true, quotient
 from kvcache_jax.arrays.sharding import as_varied
 from kvcache_jax.blocks import block_pool, storage
 from kvcache_jax.blocks.moves import SpanMoves, move_spans
-from kvcache_jax.chunks.stored_chunks import Chunks, StoredChunks, chunks_of, require_chunks, with_chunks
+from kvcache_jax.chunks.chunk_store import Chunks, StoredChunks, chunks_of, require_chunks, with_chunks
 from kvcache_jax.core import arguments, token_arguments
 from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.cache_checks import takes_one
@@ -65,6 +65,10 @@ def store_chunk(
       >>> cache, stored = kv.chunks.store(cache, [0], [10], [30], [range(30)])
       >>> stored.chunk_ids.tolist(), int(kv.stats(cache).num_blocks_shared)
       ([0], 1)
+      >>> cache, _ = kv.chunks.store(cache, [0], [0], [8], [range(8)])
+      >>> cache, num_evicted = kv.chunks.evict(cache, 2)  # one place of three is empty
+      >>> int(num_evicted), kv.chunks.find(cache, [range(30)], [30]).tolist()
+      (1, [3])
 
     References:
       Cache-Craft (Agarwal et al.; arXiv:2502.15734), for chunks that are kept to be used at any position.
@@ -88,7 +92,7 @@ def padded_name(tokens: arguments.Array, chunks: Chunks) -> jax.Array:
     return jnp.pad(tokens, [(0, 0), (0, num_more)], constant_values=0)
 
 
-class _Plan(NamedTuple):
+class _StorePlan(NamedTuple):
     """The entries of a call."""
 
     stored: StoredChunks
@@ -160,7 +164,7 @@ def _plan(
     tokens: jax.Array,
     max_len: int,
     config: CacheConfig,
-) -> _Plan:
+) -> _StorePlan:
     """Decides which chunks are stored, in entry order where blocks or places are scarce."""
     chunks = chunks_of(control)
     columns = [
@@ -203,7 +207,7 @@ def _plan(
     status = jnp.where(is_new, get_at(outcome, leader), status)
     chunk_ids = jnp.where(is_new, get_at(new_ids, leader), found)
     chunk_ids = jnp.where(status == Status.OK, chunk_ids, chunks.num_chunks)
-    return _Plan(StoredChunks(status=status, chunk_ids=chunk_ids), new_ids, tokens, namespace, columns)
+    return _StorePlan(StoredChunks(status=status, chunk_ids=chunk_ids), new_ids, tokens, namespace, columns)
 
 
 def _checked(

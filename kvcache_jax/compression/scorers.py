@@ -96,11 +96,7 @@ def token_scorer(
 
 
 def scores_by(name: str, tokens: TokenMetadata) -> jax.Array:
-    """Computes a scorer's scores, f32[n, num_kv_heads, S]; the same for all heads where it gives one.
-
-    Raises:
-      TypeError: the scorer returned something else. Its errors come with a note that names it.
-    """
+    """Computes a scorer's scores, f32[n, num_kv_heads, S]; the same for all heads where it gives one."""
     num_rows, num_places = tokens.is_token.shape
     shape = num_rows, tokens.num_kv_heads, num_places
     scores = scorers.call(name, tokens, (num_rows, num_places), shape, dtype=jnp.float32)

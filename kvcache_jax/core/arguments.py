@@ -15,7 +15,7 @@ from jax.core import Tracer
 from jax.custom_batching import custom_vmap
 from jax.typing import ArrayLike
 
-from kvcache_jax.arrays.number_checks import as_integer
+from kvcache_jax.arrays.number_checks import as_integer, finite_number
 from kvcache_jax.arrays.sharding import axis_of_types, check_split
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import Cache, KVPool, Step
@@ -376,3 +376,36 @@ def check_layers(name: str, values: Any, num_layers: int) -> None:
         raise ValueError(
             f"{name} has {len(values)} layers, expected {num_layers}, those that store keys and values"
         )
+
+
+def check_queries(q: jax.Array, step: Step, num_kv_heads: int, key_dim: int) -> None:
+    """Refuses queries of another shape than the step's tokens and the layer's keys ask for."""
+    tokens = step.positions.shape
+    heads_divide = q.ndim >= 2 and q.shape[-2] > 0 and q.shape[-2] % num_kv_heads == 0
+    if q.shape[:-2] != tokens or q.shape[-1] != key_dim or not heads_divide:
+        raise ValueError(
+            f"q has shape {q.shape}, expected {(*tokens, 'num_q_heads', key_dim)} "
+            f"with num_q_heads a multiple of num_kv_heads = {num_kv_heads}"
+        )
+
+
+def check_options(scale: Any, soft_cap: Any, sink_logits: Array | None, num_q_heads: int) -> None:
+    """Refuses options of attention that are no numbers, or traced where they are part of the program."""
+    for name, value in (("scale", scale), ("soft_cap", soft_cap)):
+        if isinstance(value, Tracer):
+            raise TypeError(f"{name} is traced, expected a Python number; multiply q by it instead")
+        if value is None:
+            continue
+        if np.ndim(value) or not jnp.isdtype(np.asarray(value).dtype, ("real floating", "integral")):
+            raise TypeError(f"{name} is {value!r}, expected a Python number or None")
+        finite_number(name, np.asarray(value)[()])
+    if soft_cap is not None and not soft_cap > 0:
+        raise ValueError(f"soft_cap is {soft_cap}, expected a positive number or None")
+    if sink_logits is None:
+        return
+    if sink_logits.shape != (num_q_heads,):
+        raise ValueError(
+            f"sink_logits has shape {sink_logits.shape}, expected ({num_q_heads},), one per query head"
+        )
+    if not jnp.isdtype(sink_logits.dtype, ("real floating", "integral")):
+        raise TypeError(f"sink_logits has dtype {sink_logits.dtype}, expected real numbers")
