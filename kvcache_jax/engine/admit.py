@@ -132,9 +132,8 @@ def _start(
     client = jnp.where(is_first, get_at(requests.client, slot, 0), state.service.shape[0])
     # Earlier requests that still wait were bypassed; policies bound how often that may happen.
     is_passed = waits(state) & (requests.uid < get_at(requests.uid, slot, -1))
-    state = dataclasses.replace(
-        state,
-        cache=dataclasses.replace(state.cache, control=control),
+    state = state.with_control(
+        control,
         phase=set_at(state.phase, slot, Phase.RUNNING),
         row_request=set_at(state.row_request, row, slot),
         may_publish=set_at(state.may_publish, row, True),
@@ -172,9 +171,8 @@ def fork_samples(state: EngineState) -> EngineState:
     src = set_at(jnp.full_like(rows, max_seqs), row, source)
     dst = jnp.where(src < max_seqs, rows, max_seqs)
     control, _ = fork_rows(cache.control, src, dst, config=cache.config)
-    state = dataclasses.replace(
-        state,
-        cache=dataclasses.replace(cache, control=control),
+    state = state.with_control(
+        control,
         phase=jnp.where(is_sample, Phase.RUNNING, state.phase).astype(jnp.int32),
         row_request=set_at(state.row_request, row, slots),
         may_publish=set_at(state.may_publish, row, get_at(state.may_publish, source)),
@@ -217,9 +215,8 @@ def preempt(state: EngineState, options: Options) -> tuple[EngineState, jax.Arra
 
     is_victim = state.is_running & ~control.is_active
     slots = jnp.where(is_victim, state.row_request, state.requests.num_slots)
-    state = dataclasses.replace(
-        state,
-        cache=dataclasses.replace(cache, control=control),
+    state = state.with_control(
+        control,
         phase=set_at(state.phase, slots, Phase.PREEMPTED),
         num_preemptions=add_at(state.num_preemptions, slots, 1),
         row_request=jnp.where(is_victim, state.requests.num_slots, state.row_request),

@@ -11,10 +11,9 @@ from kvcache_jax.arrays.masked_updates import add_at, first_true, get_at, set_at
 from kvcache_jax.core.state import Step
 from kvcache_jax.decoding.sampling import SamplingColumns, are_numbers, filtered_logprobs, row_keys, sample
 from kvcache_jax.decoding.speculation import accept_drafts, ngram_drafts
-from kvcache_jax.engine import outbox
 from kvcache_jax.engine.options import Options
 from kvcache_jax.engine.order import tokens_of
-from kvcache_jax.engine.state import EngineState, Finish, Phase, count
+from kvcache_jax.engine.state import NO_TOKEN, EngineState, Finish, Phase, count, note_in_outbox
 from kvcache_jax.operations.truncate import truncate_rows
 
 
@@ -124,9 +123,8 @@ def _draw_behind_drafts(
     control, _ = truncate_rows(
         state.cache.control, rows, state.row_length + num_accepted, config=state.cache.config
     )
-    state = dataclasses.replace(state, cache=dataclasses.replace(state.cache, control=control))
     state = count(
-        state,
+        state.with_control(control),
         drafted=jnp.sum(num_drafts, dtype=jnp.int32),
         accepted=jnp.sum(jnp.where(is_there, num_accepted, 0), dtype=jnp.int32),
     )
@@ -173,11 +171,11 @@ def write_down(state: EngineState, drawn: Drawn, options: Options) -> EngineStat
     tokens = set_at(requests.tokens, place, drawn.tokens)
     # A failed draw is reported in an entry of its own, without a token.
     is_last = order == (num_tokens + is_undrawn.astype(jnp.int32) - 1)[:, None]
-    state = outbox.note(
+    state = note_in_outbox(
         state,
         (order < (num_tokens + is_undrawn.astype(jnp.int32))[:, None]).reshape(-1),
         jnp.broadcast_to(slots[:, None], is_new.shape).reshape(-1),
-        jnp.where(is_new, drawn.tokens, outbox.NO_TOKEN).reshape(-1),
+        jnp.where(is_new, drawn.tokens, NO_TOKEN).reshape(-1),
         jnp.where(is_new, drawn.logprobs, 0).reshape(-1),
         jnp.where(is_last, finish[:, None], 0).reshape(-1),
         None if drawn.tops is None else tuple(x.reshape(-1, x.shape[-1]) for x in drawn.tops),  # type: ignore

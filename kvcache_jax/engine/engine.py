@@ -20,27 +20,29 @@ from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.decoding.arguments import as_list, check_model, require_functions
 from kvcache_jax.decoding.forward import Forward
 from kvcache_jax.decoding.options import require_option
-from kvcache_jax.engine.events import EngineFigures, TokenEvent, add_counts, event, events_of
-from kvcache_jax.engine.options import LIMITS, SCHEDULE, Limits, Options, Placement, Schedule, size
-from kvcache_jax.engine.outbox import outbox_width
+from kvcache_jax.engine.events import EngineFigures, Reader, TokenEvent, add_counts, event, events_of
+from kvcache_jax.engine.options import (
+    LIMITS,
+    SCHEDULE,
+    Limits,
+    Options,
+    Placement,
+    Schedule,
+    check_batch_invariant,
+    check_drafts,
+    inbox_sizes,
+    most_admissions,
+    size,
+    table_sizes,
+    with_budget,
+)
 from kvcache_jax.engine.policies import policies
 from kvcache_jax.engine.program import HEADER_LEN, Report, outbox_len
 from kvcache_jax.engine.requests import GenerationRequest, one_namespace, require_id
-from kvcache_jax.engine.setup import (
-    check_batch_invariant,
-    check_drafts,
-    checked_ids,
-    inbox_sizes,
-    most_admissions,
-    table_sizes,
-    with_budget,
-    with_same_shapes,
-)
-from kvcache_jax.engine.shards import Shards
-from kvcache_jax.engine.state import EngineCounter, EngineState, Finish
+from kvcache_jax.engine.shards import Shards, with_same_shapes
+from kvcache_jax.engine.state import EngineCounter, EngineState, Finish, outbox_width
 from kvcache_jax.engine.step import Model, ProcessLogits
-from kvcache_jax.engine.table import RequestTable, Sample
-from kvcache_jax.engine.transfers import Reader
+from kvcache_jax.engine.table import RequestTable, Sample, checked_ids
 from kvcache_jax.prefix.names import namespace as make_namespace
 from kvcache_jax.prefix.names import namespace_within
 

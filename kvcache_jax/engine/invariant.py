@@ -46,7 +46,7 @@ def body_len(max_seqs: int, options: Options) -> int:
     return ceil_div(max_seqs * options.width, _MULTIPLE) * _MULTIPLE
 
 
-class Prompts(NamedTuple):
+class PromptTokens(NamedTuple):
     """The prompt tokens of a step."""
 
     tokens: jax.Array  # i32[n, 1]
@@ -66,13 +66,13 @@ def take_invariant_step(model: Model, params: Any, state: EngineState, options: 
     length = body_len(state.cache.max_seqs, options)
     is_rare = is_unusual(state)
 
-    def plan_prompts(state: EngineState) -> tuple[EngineState, Prompts]:
+    def plan_prompts(state: EngineState) -> tuple[EngineState, PromptTokens]:
         state, plan = schedule(state, options)
         state, step = reserve_prompts(state, plan)
         num_rows = ceil_div(plan.tokens.size, length) * length
         tokens, step = _by_token(state.cache, plan.tokens, step, num_rows)
         num_tokens = num_true(plan.num_tokens > 0)
-        return state, Prompts(tokens, step, (num_tokens + length - 1) // length)
+        return state, PromptTokens(tokens, step, (num_tokens + length - 1) // length)
 
     def plan_next(state: EngineState) -> tuple[EngineState, Next]:
         none = jnp.zeros(state.cache.max_seqs, bool)

@@ -1,4 +1,4 @@
-"""Requests in the order of a policy."""
+"""RequestArrays in the order of a policy."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Requests: one as its caller writes it, and the table of all requests on the device.
+"""RequestArrays: one as its caller writes it, and the table of all requests on the device.
 
 The table has a fixed number of slots. A request has the same slot from the time it is pushed until the host
 has read that it ended; then the slot is another's, so 10,000 requests go through a table of 64. Its tokens
@@ -27,7 +27,7 @@ from kvcache_jax.decoding.sampling import SamplingColumns
 
 
 @pytree_dataclass()
-class Requests:
+class RequestArrays:
     """The table of requests on the device; `R` slots."""
 
     tokens: jax.Array  # i32[any], runs of prompts and generated tokens
@@ -51,6 +51,12 @@ class Requests:
         """Slots; also the slot that means none."""
         return self.uid.shape[-1]
 
+    def of_slots(self) -> dict[str, Any]:
+        """Returns the arrays by name that the host fills slot by slot."""
+        apart = "tokens", "namespace", "arrival_step"
+        names = [field.name for field in dataclasses.fields(self) if field.name not in apart]
+        return {name: getattr(self, name) for name in names}
+
 
 @dataclasses.dataclass(frozen=True)
 class TableSizes:
@@ -63,14 +69,14 @@ class TableSizes:
     num_items: int  # multimodal items of one request
 
 
-def empty_requests(sizes: TableSizes) -> Requests:
+def empty_requests(sizes: TableSizes) -> RequestArrays:
     """Makes a table without requests, in numpy; `Inbox` builds its columns from one of N slots."""
     num_slots = sizes.num_slots
 
     def column(fill: int = 0, shape: tuple[int, ...] = (), dtype: Any = np.int32) -> Any:
         return np.full((num_slots, *shape), fill, dtype)
 
-    return Requests(
+    return RequestArrays(
         tokens=np.zeros(sizes.num_tokens, np.int32),  # type: ignore
         uid=column(-1),
         start=column(),

@@ -20,7 +20,6 @@ Progress. There is a request of which every step computes a token, as long as on
 So every request ends after finitely many steps, also where the pool has just the blocks that it needs.
 """
 
-import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -38,7 +37,7 @@ _STEPS_BETWEEN_ADMISSIONS = 16
 """Where nothing changed but the time."""
 
 
-class Plan(NamedTuple):
+class PromptPieces(NamedTuple):
     """The prompt tokens of a step: `P` pieces of `T`, the best row's first, a row's in order."""
 
     tokens: jax.Array  # i32[P, T]; 0 where there is none
@@ -68,21 +67,20 @@ def finish(state: EngineState) -> EngineState:
     rows = jnp.arange(state.cache.max_seqs, dtype=jnp.int32)
     rows = jnp.where(state.is_ended, rows, state.cache.max_seqs)
     control, _ = free_rows(state.cache.control, rows, config=state.cache.config)
-    return dataclasses.replace(
-        state,
-        cache=dataclasses.replace(state.cache, control=control),
+    return state.with_control(
+        control,
         is_ended=jnp.zeros_like(state.is_ended),
         may_admit=state.may_admit | state.is_ended.any(),
     )
 
 
-def schedule(state: EngineState, options: Options) -> tuple[EngineState, Plan]:
+def schedule(state: EngineState, options: Options) -> tuple[EngineState, PromptPieces]:
     """Frees rows that ended, admits, and shares the budget among prompts; reads and writes no pool."""
     state = admit(finish(state), options)
     return state, plan_prompts(state, options)
 
 
-def plan_prompts(state: EngineState, options: Options) -> Plan:
+def plan_prompts(state: EngineState, options: Options) -> PromptPieces:
     """Cuts the prompts of running rows, without their last tokens, into the pieces of one step."""
     num_pieces, piece_len = options.num_pieces, options.piece_len
     max_seqs, limit = state.cache.max_seqs, state.cache.config.query_len_limit
@@ -104,4 +102,4 @@ def plan_prompts(state: EngineState, options: Options) -> Plan:
     place = jnp.arange(piece_len, dtype=jnp.int32)[None]
     tokens = get_at(state.requests.tokens, (start + first)[:, None] + place)
     tokens = jnp.where(place < num_tokens[:, None], tokens, 0)
-    return Plan(tokens, row, first, nth, num_tokens)
+    return PromptPieces(tokens, row, first, nth, num_tokens)

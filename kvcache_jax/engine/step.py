@@ -16,7 +16,7 @@ from kvcache_jax.decoding.sampling import are_numbers
 from kvcache_jax.engine.admit import fork_samples, preempt
 from kvcache_jax.engine.draw import draw, next_tokens, write_down
 from kvcache_jax.engine.options import Options
-from kvcache_jax.engine.schedule import Plan, is_unusual, schedule
+from kvcache_jax.engine.schedule import PromptPieces, is_unusual, schedule
 from kvcache_jax.engine.state import EngineState, count
 from kvcache_jax.operations.commit import commit_rows
 from kvcache_jax.operations.extend import extend
@@ -34,7 +34,7 @@ class Model:
     process_logits: ProcessLogits | None = None  # changes logits before a token is drawn; or None
 
 
-def reserve_prompts(state: EngineState, plan: Plan) -> tuple[EngineState, Step]:
+def reserve_prompts(state: EngineState, plan: PromptPieces) -> tuple[EngineState, Step]:
     """Reserves slots for pieces of prompts: a padded step of the pieces, without plans."""
     num_pieces, piece_len = plan.tokens.shape
     cache, nobody = state.cache, state.cache.max_seqs
@@ -128,7 +128,7 @@ def _publish(state: EngineState, is_good: jax.Array) -> EngineState:
         return state
     final_len = jnp.where(is_good & state.may_publish, state.cache.context_len, 0)
     control, _ = commit_rows(state.cache.control, None, final_len, config=state.cache.config)
-    return dataclasses.replace(state, cache=dataclasses.replace(state.cache, control=control))
+    return state.with_control(control)
 
 
 def take_step(model: Model, params: Any, state: EngineState, options: Options) -> EngineState:
@@ -149,7 +149,7 @@ def take_step(model: Model, params: Any, state: EngineState, options: Options) -
     return draw_next(model, state, step, tokens, result[0], options)
 
 
-def _compute_prompts(model: Model, params: Any, state: EngineState, plan: Plan) -> EngineState:
+def _compute_prompts(model: Model, params: Any, state: EngineState, plan: PromptPieces) -> EngineState:
     """Computes pieces of prompts, if there are any; their logits are not read."""
 
     def compute(state: EngineState) -> EngineState:

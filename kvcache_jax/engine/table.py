@@ -8,7 +8,7 @@ import bisect
 import dataclasses
 import itertools
 from collections import deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +16,6 @@ import numpy as np
 from kvcache_jax.engine.program import Inbox
 from kvcache_jax.engine.requests import (
     GenerationRequest,
-    Requests,
     TableSizes,
     empty_requests,
     one_namespace,
@@ -189,9 +188,9 @@ class RequestTable:
         Only `mark_sent` does, so that nothing is lost with an inbox that could not be handed over.
         """
         sizes = self._inbox_sizes
-        columns: Requests = empty_requests(sizes)
+        columns = empty_requests(sizes)
         slots = np.full(sizes.num_slots, self._sizes.num_slots, np.int32)
-        parents = np.full(sizes.num_slots, self._sizes.num_slots, np.int32)
+        parents = slots.copy()
         places = np.full(sizes.num_tokens, self._sizes.num_tokens, np.int32)
         num_sent = num_tokens = 0
         for sample in itertools.islice(self._to_send, sizes.num_slots):
@@ -215,17 +214,17 @@ class RequestTable:
         num_ends = min(len(self._to_end), self._most_ended)
         for i, (sample, why) in enumerate(itertools.islice(self._to_end, num_ends)):
             ended[i], ended_uid[i], reason[i] = sample.slot, sample.uid, why
-        arrays: dict[str, Any] = {
-            name: getattr(columns, name)
-            for name in (
-                "uid start prompt_len max_new sampling stop priority client parent_uid items tokens"
-            ).split()
-        }
-        arrays["namespace"] = self._namespaces.copy()  # a program may read it later
-        arrays |= {"slots": slots, "parent": parents, "places": places}
-        arrays |= {"ended": ended, "ended_uid": ended_uid, "reason": reason}
-        inbox = Inbox(**arrays, has_new_weights=np.bool_(has_new_weights))  # type: ignore
-        return Parcel(inbox, num_sent, num_ends)
+        namespaces = self._namespaces.copy()  # a program may read it later
+        news: dict[str, Any] = dict(
+            slots=slots,
+            requests=dataclasses.replace(columns, parent=parents, namespace=namespaces),
+            places=places,
+            ended=ended,
+            ended_uid=ended_uid,
+            reason=reason,
+            has_new_weights=np.bool_(has_new_weights),
+        )
+        return Parcel(Inbox(**news), num_sent, num_ends)
 
     def mark_sent(self, parcel: Parcel) -> None:
         """Records that the device has a parcel, the latest that was packed."""
@@ -267,3 +266,50 @@ def _write(columns: Any, i: int, sample: Sample, max_seq_len: int) -> None:
         columns.parent_uid[i] = sample.parent.uid
     for k, item in enumerate(request.items):
         columns.items[i, k] = item
+
+
+def checked_ids(
+    requests: list[Any], tables: Sequence[RequestTable], sizes: TableSizes, max_seq_len: int
+) -> set[Hashable]:
+    """Refuses anything but requests that fit, and returns the ids that they name."""
+    ids = set[Hashable]()
+    for request in requests:
+        if not isinstance(request, GenerationRequest):
+            raise TypeError(f"requests has a {type(request).__name__}, expected GenerationRequests")
+        if request.id is not None and (request.id in ids or any(request.id in table for table in tables)):
+            raise ValueError(
+                f"requests has the id {request.id!r}, which another request has that has not ended, "
+                "expected one of its own, or none"
+            )
+        ids.add(request.id)
+        check_fits(request, sizes, max_seq_len)
+    num_left = min(table.num_left for table in tables)
+    if sum(request.num_samples for request in requests) > num_left:
+        raise ValueError(
+            f"got {len(requests)} requests and this engine can number {num_left} more samples, expected "
+            "fewer: make another Engine, and push them there"
+        )
+    return ids
+
+
+def check_fits(request: GenerationRequest, sizes: TableSizes, max_seq_len: int) -> None:
+    """Refuses a request that has more of something than the table takes of any."""
+    for what, value, most, name in (
+        ("stop tokens", len(request.stop_tokens), sizes.num_stops, "max_stop_tokens"),
+        ("items", len(request.items), sizes.num_items, "max_items"),
+        ("samples", request.num_samples, sizes.num_slots, "max_requests"),
+        ("as its client", request.client, sizes.num_clients - 1, "num_clients"),
+    ):
+        if value > most:
+            raise ValueError(
+                f"a request has {value} {what}, expected at most {most}: make the Engine with a larger "
+                f"{name} in its kv.engine.Limits"
+            )
+    # No token is stored of a request that the device will refuse.
+    is_long = request.num_tokens - 1 > max_seq_len
+    num_tokens = 0 if is_long else request.num_samples * request.num_tokens
+    if num_tokens > sizes.num_tokens:
+        raise ValueError(
+            f"a request has {num_tokens} tokens in {request.num_samples} samples, expected at most "
+            f"{sizes.num_tokens}: make the Engine with a larger max_tokens in its kv.engine.Limits"
+        )

@@ -14,10 +14,9 @@ from flax import nnx
 import kvcache_jax as kv
 from kvcache_jax.decoding import beam_search, generate, loop
 from kvcache_jax.engine.options import Options
-from kvcache_jax.engine.outbox import outbox_width
 from kvcache_jax.engine.program import run_dispatch
 from kvcache_jax.engine.requests import TableSizes
-from kvcache_jax.engine.state import empty_state
+from kvcache_jax.engine.state import empty_state, outbox_width
 from kvcache_jax.engine.step import Model
 from kvcache_jax.engine.table import RequestTable
 from models.decoder import Decoder, DecoderConfig, cache_config, forward
