@@ -68,6 +68,22 @@ def priorities(values: Any, num_rows: int) -> Array:
     return column
 
 
+def hashable_id[T](name: str, value: T) -> T:
+    """Refuses an id by which nothing could be found again."""
+    try:
+        hash(value)
+    except TypeError as error:
+        raise TypeError(
+            f"{name} is {value!r} ({error}), expected one that can be hashed, such as a string or a number"
+        ) from None
+    if value != value:
+        raise ValueError(
+            f"{name} is {value!r}, which does not equal itself and could not be found again, expected one "
+            "that does, such as a string or a number"
+        )
+    return value
+
+
 def int_scalar(name: str, value: Any) -> Array:
     """Converts `value` to i32[], saturated as in `int_column`."""
     if shape := np.shape(value):

@@ -16,6 +16,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from kvcache_jax.arrays.number_checks import static_count, static_flag
+from kvcache_jax.core.arguments import hashable_id
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.decoding.arguments import as_list, check_model, require_functions
 from kvcache_jax.decoding.forward import Forward
@@ -38,7 +39,7 @@ from kvcache_jax.engine.options import (
 )
 from kvcache_jax.engine.policies import policies
 from kvcache_jax.engine.program import HEADER_LEN, Report, outbox_len
-from kvcache_jax.engine.requests import GenerationRequest, one_namespace, require_id
+from kvcache_jax.engine.requests import GenerationRequest, one_namespace
 from kvcache_jax.engine.shards import Shards, with_same_shapes
 from kvcache_jax.engine.state import EngineCounter, EngineState, Finish, outbox_width
 from kvcache_jax.engine.step import Model, ProcessLogits
@@ -209,7 +210,7 @@ class Engine:
 
     def cancel(self, request_id: Hashable) -> bool:
         """Ends all samples of a request; their events tell when. False if it has ended, or never was."""
-        is_found, request_id = False, require_id(request_id)
+        is_found, request_id = False, hashable_id("id", request_id)
         with self._lock:
             for table in self._tables:
                 for sample in table.samples_of(request_id):

@@ -20,7 +20,7 @@ from jax.typing import ArrayLike
 
 from kvcache_jax.arrays.number_checks import finite_number, static_count
 from kvcache_jax.arrays.pytree import pytree_dataclass
-from kvcache_jax.core.arguments import namespace_words, priorities
+from kvcache_jax.core.arguments import hashable_id, namespace_words, priorities
 from kvcache_jax.core.token_arguments import host_tokens
 from kvcache_jax.decoding.options import GREEDY, SamplingParams, require_option
 from kvcache_jax.decoding.sampling import SamplingColumns
@@ -154,7 +154,7 @@ class GenerationRequest:
         items = _checked_items(self.items, len(prompt))
         checked: dict[str, Any] = {
             "prompt": prompt,
-            "id": require_id(self.id),
+            "id": hashable_id("id", self.id),
             "max_new_tokens": static_count("max_new_tokens", self.max_new_tokens),
             "stop_tokens": stops,
             "priority": int(priorities([self.priority], 1)[0]),
@@ -189,22 +189,6 @@ def _checked_items(items: Any, prompt_len: int) -> tuple[tuple[int, int], ...]:
 def one_namespace(namespace: ArrayLike | None) -> np.ndarray:
     """Checks one namespace, u32[4]; None is the namespace 0."""
     return np.array(namespace_words(namespace, 1))[0]
-
-
-def require_id(request_id: Hashable) -> Hashable:
-    """Refuses an id that a request could not be found by."""
-    try:
-        hash(request_id)
-    except TypeError as error:
-        raise TypeError(
-            f"id is {request_id!r} ({error}), expected one that can be hashed, such as a string or a number"
-        ) from None
-    if request_id != request_id:
-        raise ValueError(
-            f"id is {request_id!r}, which does not equal itself and could not be found again, expected one "
-            "that does, such as a string or a number"
-        )
-    return request_id
 
 
 def sample_seed(seed: Any, sample_id: int) -> int:

@@ -19,7 +19,7 @@ from kvcache_jax.manager.requests import Batch
 
 @dataclasses.dataclass
 class _Handed:
-    """A batch that somebody may still hold."""
+    """A batch that a caller may still hold."""
 
     status: weakref.ref  # of its step, by which it is known
     request_ids: tuple[Hashable, ...]  # the requests of its rows, in order
@@ -30,7 +30,7 @@ class _Handed:
     may_have_moved: bool = False  # its requests may have other blocks by now
 
 
-# The `status` of every batch of every manager that somebody still holds, by its id.
+# The `status` of every batch of every manager that a caller still holds, by its id.
 _of_any_manager: weakref.WeakValueDictionary[int, jax.Array] = weakref.WeakValueDictionary()
 
 
@@ -85,7 +85,7 @@ class Batches:
                         raise errors.stale_batch(request_id)
 
     def _held(self) -> Iterable[_Handed]:
-        """Lists the batches that somebody still has."""
+        """Lists the batches that a caller still has."""
         self._handed = {key: each for key, each in self._handed.items() if each.status() is not None}
         return self._handed.values()
 

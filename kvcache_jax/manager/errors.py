@@ -171,7 +171,7 @@ def window_lost(request_id: Hashable, new_len: int) -> WindowLost:
 
 
 def out_of_sync(request_id: Hashable, status: Status) -> OutOfSync:
-    """Makes the error for a row that someone else started or ended."""
+    """Makes the error for a row that another caller started or ended."""
     return OutOfSync(
         f"the row of request {request_id!r} is not as the manager left it ({status.name}): rows start and "
         "end through the manager, not in a step function; free_request ends a request whose row is idle",
@@ -197,8 +197,8 @@ def foreign_batch() -> StaleBatch:
     )
 
 
-def nobodys_row(row: int) -> OutOfSync:
-    """Makes the error for a row that someone else started."""
+def foreign_row(row: int) -> OutOfSync:
+    """Makes the error for a row that another caller started."""
     return OutOfSync(
         f"row {row} is active and no request has it, expected rows to start and end through the manager: a "
         "step function that started it can free it",

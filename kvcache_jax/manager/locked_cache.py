@@ -74,7 +74,7 @@ class CacheHolder:
             if self.cache is None:
                 raise ManagerClosed(f"{operation} was called on a manager that is closed")
             if _is_gone(self.cache):
-                raise self._start_over("somebody else who holds the manager's cache has donated it")
+                raise self._start_over("another caller who holds the manager's cache has donated it")
             yield self.cache
 
     @contextlib.contextmanager

@@ -10,6 +10,7 @@ import numpy as np
 
 from kvcache_jax.arrays.number_checks import as_integer, static_count, static_flag
 from kvcache_jax.core import token_arguments
+from kvcache_jax.core.arguments import hashable_id
 from kvcache_jax.core.counter import Counter
 from kvcache_jax.core.state import Step
 from kvcache_jax.manager import errors
@@ -117,22 +118,6 @@ def checked_final_len(request_id: Hashable, length: Any) -> int:
 _REQUESTS_OF_HIT_RATE = 1000
 
 
-def hashable[T](request_id: T) -> T:
-    """Refuses a value that cannot be an id."""
-    try:
-        hash(request_id)
-    except TypeError as error:
-        raise TypeError(
-            f"request_id is {request_id!r} ({error}), expected an id that can be hashed, such as a string"
-        ) from None
-    if request_id != request_id:
-        raise ValueError(
-            f"request_id is {request_id!r}, which does not equal itself and could not be found again, "
-            "expected an id that does, such as a string"
-        )
-    return request_id
-
-
 class RequestRows:
     """The row of each request, in the order in which they started."""
 
@@ -147,7 +132,7 @@ class RequestRows:
         return iter(self._rows)
 
     def __contains__(self, request_id: Hashable) -> bool:
-        return hashable(request_id) in self._rows
+        return hashable_id("request_id", request_id) in self._rows
 
     def row(self, request_id: Hashable) -> int:
         """Finds the row of a request; raises `UnknownRequest`."""
@@ -168,7 +153,7 @@ class RequestRows:
         rows = rows[rows < self.max_seqs]
         for row in rows.tolist():
             if row not in requests:
-                raise errors.nobodys_row(row)
+                raise errors.foreign_row(row)
         return [requests[row] for row in rows.tolist()]
 
     def idle_row(self, request_id: Hashable) -> int:
