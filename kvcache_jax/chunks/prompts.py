@@ -27,10 +27,9 @@ from kvcache_jax.chunks.store_chunk import find_chunks, store_chunk
 from kvcache_jax.core.donate import donate
 from kvcache_jax.core.state import Cache
 from kvcache_jax.core.status import Status, raise_for_status
-from kvcache_jax.decoding import prompts
 from kvcache_jax.decoding.forward import Forward, width_of
 from kvcache_jax.decoding.prefill import FeedResult, feed, one_call_len
-from kvcache_jax.decoding.prompts import PromptCall, PromptRows
+from kvcache_jax.decoding.prompts import PromptCall, PromptRows, PromptSource
 from kvcache_jax.decoding.sampling import are_numbers
 from kvcache_jax.operations.allocate import allocate
 from kvcache_jax.operations.free import free
@@ -263,7 +262,7 @@ def _rewrite_donated(
 
 
 @dataclasses.dataclass(frozen=True)
-class Prompts(prompts.Prompts):
+class Prompts(PromptSource):
     """Prompts that are put together from chunks: the `prompts` of `generate`, or the `context` of `score`.
 
     Each passage is computed once, alone, and kept in the cache's `Store`. A chunk that never finds room

@@ -21,8 +21,8 @@ from kvcache_jax.core.status import Status
 from kvcache_jax.decoding import arguments, loop
 from kvcache_jax.decoding.admission import admit
 from kvcache_jax.decoding.forward import Forward
-from kvcache_jax.decoding.host import Generation, Host, Requests, Snapshot, Stopwatch, idle_cache
-from kvcache_jax.decoding.loop import DecodeState, DraftSource, Phase
+from kvcache_jax.decoding.host import Generation, Host, Snapshot, Stopwatch, WaitingPrompts, idle_cache
+from kvcache_jax.decoding.loop import DecodeState, DraftSource, RowPhase
 from kvcache_jax.decoding.options import (
     GREEDY,
     UNWATCHED,
@@ -35,7 +35,7 @@ from kvcache_jax.decoding.options import (
     steps_between_check_ins,
 )
 from kvcache_jax.decoding.prefill import prefill, vocab_size
-from kvcache_jax.decoding.prompts import KEEP_ALL, PromptCall, Prompts, Retention
+from kvcache_jax.decoding.prompts import KEEP_ALL, PromptCall, PromptSource, Retention
 from kvcache_jax.decoding.sampling import sampling_columns
 from kvcache_jax.layers.span import ceil_div
 from kvcache_jax.operations.allocate import allocate
@@ -79,7 +79,7 @@ class GenerateResult:
 def generate(
     forward: Forward,
     params: Any,
-    prompts: Sequence[Sequence[int]] | Prompts,
+    prompts: Sequence[Sequence[int]] | PromptSource,
     config: CacheConfig,
     *,
     max_new_tokens: int,
@@ -107,7 +107,7 @@ def generate(
       forward: `(params, tokens i32[n, T], cache, step) -> (logits [n, T, vocab], cache)`; a module-level
         function, so that compiled programs are found again. Functions made anew for each call are warned of.
       params: Passed on to `forward`.
-      prompts: Token ids, each prompt at least one; or a feature's `Prompts`, which puts them together.
+      prompts: Token ids, each prompt at least one; or a feature's `PromptSource`, which puts them together.
       config: The cache's. Speculative decoding on window layers needs `max_rollback >= num_drafts`.
       max_new_tokens: Per continuation; fewer where prompt and continuation reach `max_seq_len`, unless rows
         drop tokens.
@@ -138,12 +138,14 @@ def generate(
         call within `jit`, a `forward` without a hash; names got and expected.
     """
     arguments.check_model("generate", forward, config, params, cache)
-    prompts = prompts if isinstance(prompts, Prompts) else Prompts(prompts)
+    prompts = prompts if isinstance(prompts, PromptSource) else PromptSource(prompts)
     require_option("sampling", sampling, SamplingParams)
     require_option("stop_strings", stop_strings, StopStrings, or_none=True)
     require_option("drafts", drafts, Drafts, or_none=True)
     require_option("watch", watch, Watch)
-    requests = Requests(prompts.tokens, static_count("num_samples", num_samples), namespace, sampling.seed)
+    requests = WaitingPrompts(
+        prompts.tokens, static_count("num_samples", num_samples), namespace, sampling.seed
+    )
     max_new_tokens = static_count("max_new_tokens", max_new_tokens)
     if stop_strings is not None and not stop_strings.texts:
         stop_strings = None
@@ -227,7 +229,7 @@ def generate(
 
 
 def _check(
-    requests: Requests,
+    requests: WaitingPrompts,
     config: CacheConfig,
     num_drafts: int,
     draft: Draft | None,
@@ -287,7 +289,7 @@ def _empty_state(
         length=jnp.zeros(rows, jnp.int32),
         max_len=jnp.zeros(rows, jnp.int32),
         logprobs=jnp.zeros((rows, width), jnp.float32),
-        phase=jnp.full(rows, int(Phase.IDLE), jnp.int32),  # an enum would type it weakly
+        phase=jnp.full(rows, int(RowPhase.IDLE), jnp.int32),  # an enum would type it weakly
         sampling=sampling_columns(
             rows,
             temperature=sampling.temperature,

@@ -17,16 +17,16 @@ from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.init import init
 from kvcache_jax.core.state import Cache
 from kvcache_jax.decoding.arguments import prompt_seeds, prompt_tokens
-from kvcache_jax.decoding.loop import DecodeState, Phase
+from kvcache_jax.decoding.loop import DecodeState, RowPhase
 from kvcache_jax.decoding.options import StopStrings, Watch
 from kvcache_jax.operations.commit import commit
 from kvcache_jax.operations.free import free
 
 _FINISH_REASONS = {
-    Phase.STOPPED: "stop",
-    Phase.LENGTH: "length",
-    Phase.OUT_OF_BLOCKS: "out_of_blocks",
-    Phase.NAN_LOGITS: "nan_logits",
+    RowPhase.STOPPED: "stop",
+    RowPhase.LENGTH: "length",
+    RowPhase.OUT_OF_BLOCKS: "out_of_blocks",
+    RowPhase.NAN_LOGITS: "nan_logits",
 }
 
 # Lists of fewer rows have a program together: to compile one for each takes longer than it ever saves.
@@ -138,7 +138,7 @@ def idle_cache(caller: str, cache: Cache | None, config: CacheConfig) -> Cache:
     return cache
 
 
-class Requests:
+class WaitingPrompts:
     """The prompts of a call, and which of their samples wait for rows."""
 
     def __init__(
@@ -162,7 +162,7 @@ class Host:
 
     def __init__(
         self,
-        requests: Requests,
+        requests: WaitingPrompts,
         config: CacheConfig,
         stop_strings: StopStrings | None,
         watch: Watch,
@@ -198,16 +198,16 @@ class Host:
             if new and self.watch.on_tokens:
                 self.watch.on_tokens(prompt_id, sample_id, new)
             self.num_streamed[row] += len(new)
-            if cut is None and phase[row] == Phase.RUNNING:
+            if cut is None and phase[row] == RowPhase.RUNNING:
                 continue
-            why = "stop" if cut is not None else _FINISH_REASONS[Phase(phase[row])]
+            why = "stop" if cut is not None else _FINISH_REASONS[RowPhase(phase[row])]
             scores = logprobs[row, prompt_len[row] :][: len(tokens)].tolist()
             ended[row] = Generation(prompt_id, sample_id, tokens, scores, why)
         self.note(state, list(ended.values()))
         self.done += ended.values()
         for row in ended:
             del self.running[row]
-        has_numbers = [row for row in ended if phase[row] != Phase.NAN_LOGITS]
+        has_numbers = [row for row in ended if phase[row] != RowPhase.NAN_LOGITS]
         return self._free(state, list(ended), has_numbers)
 
     def _stop_at(self, tokens: list[int], num_checked: int) -> int | None:
@@ -236,5 +236,5 @@ class Host:
         if draft_cache is not None:
             draft_cache, _ = free(draft_cache, ids)
         phase = np.array(state.phase)
-        phase[rows] = Phase.IDLE
+        phase[rows] = RowPhase.IDLE
         return dataclasses.replace(state, cache=cache, draft_cache=draft_cache, phase=jnp.asarray(phase))

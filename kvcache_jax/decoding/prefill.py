@@ -118,7 +118,7 @@ def one_call_len(num_tokens: int) -> int:
 
 def vocab_size(forward: Forward, params: Any, cache: Cache, prefill_len: int) -> int:
     """Returns the width of the model's logits; `feed` reuses the program traced here."""
-    pieces = _nobody(prefill_len, cache.max_seqs)
+    pieces = _empty_pieces(prefill_len, cache.max_seqs)
     status = np.zeros(cache.max_seqs, np.int32)
     options: dict[str, Any] = dict(is_scoring=False, retention=KEEP_ALL)
     return _feed_pieces.eval_shape(forward, params, cache, status, pieces, **options)[2].shape[1]
@@ -128,7 +128,7 @@ def _calls(
     context_len: np.ndarray, history: np.ndarray, length: np.ndarray, prefill_len: int
 ) -> Iterator[Pieces]:
     """Splits every row's tokens from `context_len` to `length` into calls, in numpy; lower rows first."""
-    pieces = _nobody(prefill_len, len(length))
+    pieces = _empty_pieces(prefill_len, len(length))
     num_pieces, piece_len = pieces.tokens.shape
     cuts = [
         (row, first)
@@ -136,7 +136,7 @@ def _calls(
         for first in range(context_len[row], length[row], piece_len)
     ]
     for start in range(0, len(cuts), num_pieces):
-        pieces = _nobody(prefill_len, len(length))
+        pieces = _empty_pieces(prefill_len, len(length))
         for i, (row, first) in enumerate(cuts[start : start + num_pieces]):
             tokens, targets = (
                 history[row, first : length[row]][:piece_len],
@@ -151,13 +151,13 @@ def _calls(
         yield pieces
 
 
-def _nobody(prefill_len: int, max_seqs: int) -> Pieces:
+def _empty_pieces(prefill_len: int, max_seqs: int) -> Pieces:
     """Makes empty pieces for a call of at most `prefill_len` tokens."""
     piece_len = ceil_div(prefill_len, _PIECES)
     num_pieces = prefill_len // piece_len
     tokens, zeros = np.zeros((num_pieces, piece_len), np.int32), np.zeros(num_pieces, np.int32)
-    nobody = np.full(num_pieces, max_seqs, np.int32)
-    return Pieces(tokens, tokens.copy(), nobody, zeros.copy(), zeros.copy(), zeros.copy(), nobody.copy())
+    no_rows = np.full(num_pieces, max_seqs, np.int32)
+    return Pieces(tokens, tokens.copy(), no_rows, zeros.copy(), zeros.copy(), zeros.copy(), no_rows.copy())
 
 
 @functools.partial(jax.jit, static_argnames=("forward", "is_scoring", "retention"), donate_argnames="cache")
@@ -176,14 +176,13 @@ def _feed_pieces(
     Returns also the new status, and the logits f32[P, vocab] after each piece's last token.
     """
     num_pieces, piece_len = pieces.tokens.shape
-    nobody = cache.max_seqs
     # A packed step's entries: at each piece the row that begins there, with the tokens of all its pieces, and
     # the piece's padding, which belongs to no row.
     begins = (pieces.nth == 0) & (get_at(status, pieces.rows, Status.SKIPPED) == Status.OK)
     order = jnp.arange(num_pieces, dtype=jnp.int32)
     num_new = jnp.zeros(num_pieces, jnp.int32).at[order - pieces.nth].add(pieces.num_tokens)
-    rows = jnp.where(begins, pieces.rows, nobody)
-    entries = jnp.stack([rows, jnp.full_like(rows, nobody)], axis=1).reshape(-1)
+    rows = jnp.where(begins, pieces.rows, cache.max_seqs)
+    entries = jnp.stack([rows, jnp.full_like(rows, cache.max_seqs)], axis=1).reshape(-1)
     lens = jnp.stack([num_new, piece_len - pieces.num_tokens], axis=1).reshape(-1)
     cache = retention.drop_unseen(cache, rows)
     cache, step = extend(

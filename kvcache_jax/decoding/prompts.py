@@ -111,7 +111,7 @@ class PromptRows:
 
 
 @dataclasses.dataclass(frozen=True)
-class Prompts:
+class PromptSource:
     """Prompts of which every token that is not cached is computed.
 
     Attributes:

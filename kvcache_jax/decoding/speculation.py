@@ -4,13 +4,20 @@ Arrays in, arrays out; nothing here knows of a cache.
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from kvcache_jax.arrays.masked_updates import get_at
+from kvcache_jax.arrays.masked_updates import get_at, set_at
 from kvcache_jax.arrays.number_checks import static_count
-from kvcache_jax.decoding.sampling import with_shape
+from kvcache_jax.decoding.sampling import (
+    SamplingColumns,
+    are_numbers,
+    filtered_logprobs,
+    row_keys,
+    with_shape,
+)
 
 # Folded into a key to verify drafts with: callers draw the drafts from the key itself, or from its splits and
 # small folds, which are the same (`split(key)[1]` is `fold_in(key, 1)`), and must not share their bits.
@@ -75,6 +82,41 @@ def accept_drafts(
         draft = with_shape("draft_logprobs", draft_logprobs, (n, most, vocab), "(n, D, vocab)")
         columns.append(draft.astype(jnp.float32))
     return jax.vmap(_accept_row)(*columns)
+
+
+class Verified(NamedTuple):
+    """The tokens that rows emit in a step with drafts, at most `D + 1`."""
+
+    tokens: jax.Array  # i32[n, D + 1], accepted drafts, then the token drawn after them
+    logprobs: jax.Array  # f32[n, D + 1], under the model's own distribution
+    num_accepted: jax.Array  # i32[n], drafts
+    num_drawn: jax.Array  # i32[n], places before the first that no token can be drawn at
+
+
+def verify_drafts(
+    logits: jax.Array,
+    params: SamplingColumns,
+    length: jax.Array,
+    draft_tokens: jax.Array,
+    num_drafts: jax.Array,
+    draft_logprobs: jax.Array | None = None,
+) -> Verified:
+    """Draws the tokens of rows from logits f32[n, D + 1, vocab] after each row's last token and its drafts.
+
+    Drafts are accepted as by `accept_drafts`; the first place to draw at is `length` i32[n]. A draw has the
+    key of its seed and position, so that drafts do not change a row's tokens.
+    """
+    num_rows, width, vocab = logits.shape
+    wide = jax.tree.map(lambda field: jnp.repeat(field, width, axis=0), params)
+    target = filtered_logprobs(logits.reshape(num_rows * width, vocab), wide).reshape(logits.shape)
+    positions = length[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
+    keys = row_keys(wide, positions.reshape(-1)).reshape(num_rows, width)
+    num_accepted, token = accept_drafts(target, draft_tokens, num_drafts, draft_logprobs, keys)
+    tokens = jnp.concatenate([draft_tokens, jnp.zeros_like(token)[:, None]], axis=1)
+    tokens = set_at(tokens, (jnp.arange(num_rows, dtype=jnp.int32), num_accepted), token)
+    logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), tokens[..., None], axis=2)[..., 0]
+    num_drawn = jnp.sum(jnp.cumprod(are_numbers(logits), axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32)
+    return Verified(tokens, logprobs, num_accepted, num_drawn)
 
 
 def _accept_row(

@@ -9,8 +9,8 @@ from jax import lax
 
 from kvcache_jax.arrays.masked_updates import add_at, first_true, get_at, set_at
 from kvcache_jax.core.state import Step
-from kvcache_jax.decoding.sampling import SamplingColumns, are_numbers, filtered_logprobs, row_keys, sample
-from kvcache_jax.decoding.speculation import accept_drafts, ngram_drafts
+from kvcache_jax.decoding.sampling import SamplingColumns, are_numbers, sample
+from kvcache_jax.decoding.speculation import ngram_drafts, verify_drafts
 from kvcache_jax.engine.options import Options
 from kvcache_jax.engine.order import tokens_of
 from kvcache_jax.engine.state import NO_TOKEN, EngineState, Finish, Phase, count, note_in_outbox
@@ -61,8 +61,8 @@ def next_tokens(state: EngineState, wanted: jax.Array, options: Options) -> tupl
     num_left = get_at(state.requests.max_new - state.num_generated, state.row_request, 0)
     # One token is drawn after the accepted drafts, and with it they must not pass `max_new`.
     num_drafts = jnp.where(is_last, jnp.clip(num_left - 1, 0, num_drafts), 0)
-    behind = jnp.concatenate([tokens[:, :1], drafts], axis=1)
-    tokens = jnp.where(is_last[:, None], behind, tokens)
+    drafted = jnp.concatenate([tokens[:, :1], drafts], axis=1)
+    tokens = jnp.where(is_last[:, None], drafted, tokens)
     num_new = jnp.where(wanted, num_known + num_drafts, 0)
     return jnp.where(place < num_new[:, None], tokens, 0), num_new
 
@@ -86,10 +86,10 @@ def draw(
         failure = jnp.where(is_there & ~is_drawn, _failure_of(logits[:, 0]), Finish.NOT_YET)
         drawn = token[:, None], logprob[:, None], num_tokens, failure
         return state, Drawn(*drawn, _tops(logits, options))
-    return _draw_behind_drafts(state, step, logits, tokens, is_there, options)
+    return _draw_after_drafts(state, step, logits, tokens, is_there, options)
 
 
-def _draw_behind_drafts(
+def _draw_after_drafts(
     state: EngineState,
     step: Step,
     logits: jax.Array,
@@ -98,7 +98,7 @@ def _draw_behind_drafts(
     options: Options,
 ) -> tuple[EngineState, Drawn]:
     """Accepts drafts as far as they are the tokens that would have been drawn."""
-    max_seqs, width, vocab = logits.shape
+    max_seqs, width, _ = logits.shape
     order = jnp.arange(width, dtype=jnp.int32)
     # A row computes at least one known token before its drafts: the first logits that are drawn from.
     num_drafts = jnp.where(is_there, state.cache.context_len - state.row_length, 0)
@@ -106,17 +106,10 @@ def _draw_behind_drafts(
     place = jnp.minimum(last_known[:, None] + order[None], width - 1)
     logits = jnp.take_along_axis(logits, place[..., None], axis=1)
     drafts = jnp.take_along_axis(tokens, jnp.minimum(place + 1, width - 1), axis=1)[:, :-1]
-    wide = jax.tree.map(lambda field: jnp.repeat(field, width, axis=0), row_sampling(state))
-    target = filtered_logprobs(logits.reshape(max_seqs * width, vocab), wide).reshape(logits.shape)
-    # A draw has the key of its seed and position, so drafts do not change a request's tokens.
-    keys = row_keys(wide, (state.row_length[:, None] + order[None]).reshape(-1)).reshape(max_seqs, width)
-    num_accepted, token = accept_drafts(target, drafts, num_drafts, None, keys)
-    emitted = jnp.concatenate([drafts, jnp.zeros_like(token)[:, None]], axis=1)
-    emitted = set_at(emitted, (jnp.arange(max_seqs, dtype=jnp.int32), num_accepted), token)
-    logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), emitted[..., None], axis=2)[..., 0]
-
+    emitted, logprobs, num_accepted, num_drawn = verify_drafts(
+        logits, row_sampling(state), state.row_length, drafts, num_drafts
+    )
     # Nothing counts after the first logits that are no numbers: the row emits the tokens before, and fails.
-    num_drawn = jnp.sum(jnp.cumprod(are_numbers(logits), axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32)
     num_tokens = jnp.where(is_there, jnp.minimum(1 + num_accepted, num_drawn), 0)
     # Rejected drafts leave the cache again, so that it never holds a token that the request does not have.
     rows = jnp.where(num_accepted < num_drafts, jnp.arange(max_seqs, dtype=jnp.int32), max_seqs)

@@ -37,14 +37,14 @@ class Model:
 def reserve_prompts(state: EngineState, plan: PromptPieces) -> tuple[EngineState, Step]:
     """Reserves slots for pieces of prompts: a padded step of the pieces, without plans."""
     num_pieces, piece_len = plan.tokens.shape
-    cache, nobody = state.cache, state.cache.max_seqs
+    cache, max_seqs = state.cache, state.cache.max_seqs
     begins = (plan.nth == 0) & (plan.num_tokens > 0)
     # Each piece's entry is that at which its row begins.
     entry = jnp.arange(num_pieces, dtype=jnp.int32) - plan.nth
     num_new = add_at(jnp.zeros(num_pieces, jnp.int32), entry, plan.num_tokens)
-    rows = jnp.where(begins, plan.rows, nobody)
+    rows = jnp.where(begins, plan.rows, max_seqs)
     # Each piece is followed by its padding, which belongs to no row.
-    entries = jnp.stack([rows, jnp.full_like(rows, nobody)], axis=1).reshape(-1)
+    entries = jnp.stack([rows, jnp.full_like(rows, max_seqs)], axis=1).reshape(-1)
     lens = jnp.stack([num_new, piece_len - plan.num_tokens], axis=1).reshape(-1)
     tokens = plan.tokens.reshape(-1)
     has_windows = any(group.window is not None for group in cache.config.groups)
