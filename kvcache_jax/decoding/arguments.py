@@ -147,6 +147,21 @@ def usable_prefill_len(prefill_len: Any, config: CacheConfig) -> int:
     return min(static_count("prefill_len", prefill_len), config.query_len_limit)
 
 
+def check_num_drafts(num_drafts: int, config: CacheConfig, *others: CacheConfig) -> None:
+    """Refuses more drafts than a step of the cache takes, or than windows of any cache take back."""
+    if num_drafts >= config.query_len_limit:
+        raise ValueError(
+            f"num_drafts is {num_drafts}, expected below max_query_len = {config.query_len_limit}"
+        )
+    for group in (group for each in (config, *others) for group in each.groups):
+        limit = group.span.rollback_limit
+        if limit is not None and limit < num_drafts:
+            raise ValueError(
+                f"num_drafts is {num_drafts} and a window layer has max_rollback = {limit}, expected "
+                f"SlidingWindow(max_rollback={num_drafts}), or fewer drafts"
+            )
+
+
 def stop_ids(stop_tokens: Sequence[int]) -> jax.Array:
     """Converts the stop tokens to i32[any]; without any, to -1, which no token has."""
     ids = model_tokens("stop_tokens", stop_tokens)

@@ -250,18 +250,7 @@ def _check(
                 )
     if draft is not None:
         arguments.check_model("kv.Draft", draft.forward, draft.config, draft.params)
-    if num_drafts >= config.query_len_limit:
-        raise ValueError(
-            f"num_drafts is {num_drafts}, expected below max_query_len = {config.query_len_limit}"
-        )
-    configs = [config, *([draft.config] if draft else [])]
-    for group in (group for c in configs for group in c.groups):
-        limit = group.span.rollback_limit
-        if limit is not None and limit < num_drafts:
-            raise ValueError(
-                f"a window layer has max_rollback = {limit}, "
-                f"expected at least num_drafts = {num_drafts} for speculative decoding"
-            )
+    arguments.check_num_drafts(num_drafts, config, *([draft.config] if draft else []))
     if draft and (draft.config.max_seqs, draft.config.max_seq_len) != (config.max_seqs, config.max_seq_len):
         raise ValueError(
             f"the draft's cache has {draft.config.max_seqs} rows of {draft.config.max_seq_len} tokens, "

@@ -29,7 +29,7 @@ from kvcache_jax.engine.order import (
     tokens_of,
     waits,
 )
-from kvcache_jax.engine.policies import keys_of, policies
+from kvcache_jax.engine.policies import INPUT_WEIGHT, keys_of, policies
 from kvcache_jax.engine.state import EngineState, Phase, count
 from kvcache_jax.operations.allocate import Hits, Prompts, allocate_rows, find_hits, required_blocks
 from kvcache_jax.operations.fork import fork_rows
@@ -138,7 +138,7 @@ def _start(
         row_request=set_at(state.row_request, row, slot),
         may_publish=set_at(state.may_publish, row, True),
         num_bypassed=state.num_bypassed + is_passed.astype(jnp.int32),
-        service=add_at(state.service, client, options.input_weight * get_at(requests.prompt_len, slot, 0)),
+        service=add_at(state.service, client, INPUT_WEIGHT * get_at(requests.prompt_len, slot, 0)),
     )
     return count(state, admissions=(row < max_seqs)[None], cached_tokens=admission.num_cached[0])
 

@@ -13,6 +13,7 @@ from kvcache_jax.decoding.sampling import SamplingColumns, are_numbers, sample
 from kvcache_jax.decoding.speculation import ngram_drafts, verify_drafts
 from kvcache_jax.engine.options import Options
 from kvcache_jax.engine.order import tokens_of
+from kvcache_jax.engine.policies import OUTPUT_WEIGHT
 from kvcache_jax.engine.state import NO_TOKEN, EngineState, Finish, Phase, count, note_in_outbox
 from kvcache_jax.operations.truncate import truncate_rows
 
@@ -174,7 +175,7 @@ def write_down(state: EngineState, drawn: Drawn, options: Options) -> EngineStat
         None if drawn.tops is None else tuple(x.reshape(-1, x.shape[-1]) for x in drawn.tops),  # type: ignore
     )
     ended = jnp.where(has_ended, slots, requests.num_slots)
-    weight = options.output_weight * num_tokens
+    weight = OUTPUT_WEIGHT * num_tokens
     client = jnp.where(num_tokens > 0, get_at(requests.client, slots, 0), state.service.shape[0])
     state = dataclasses.replace(
         state,

@@ -129,13 +129,8 @@ class Engine:
             piece_len=1,
             num_drafts=size("num_drafts", num_drafts, 0),
             num_top_logprobs=size("num_top_logprobs", num_top_logprobs, 0),
-            watermark=schedule.watermark,
-            ageing_steps=schedule.ageing_steps,
-            max_bypasses=schedule.max_bypasses,
+            schedule=schedule,
             most_admissions=most_admissions(config.max_seqs),
-            long_prefill_len=schedule.long_prefill_len or config.max_seq_len,
-            input_weight=1,
-            output_weight=2,
             batch_invariant=static_flag("batch_invariant", batch_invariant),
         )
         self._options = with_budget(options, config, token_budget)

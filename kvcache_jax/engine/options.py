@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from kvcache_jax.arrays.number_checks import finite_number, static_count
 from kvcache_jax.core.config import CacheConfig, ceil_div
 from kvcache_jax.core.state import Cache
+from kvcache_jax.decoding.arguments import check_num_drafts
 from kvcache_jax.engine.requests import TableSizes
 
 MOST = 2**30
@@ -134,13 +135,8 @@ class Options:
     piece_len: int  # tokens of a piece
     num_drafts: int  # draft tokens per row and step
     num_top_logprobs: int  # most probable tokens whose log-probabilities are reported
-    watermark: float  # share of the blocks that an admission leaves free while a row runs
-    ageing_steps: int  # as in `RequestMetadata`
-    max_bypasses: int  # later requests that may be admitted before one, as in `RequestMetadata`
+    schedule: Schedule
     most_admissions: int  # requests looked at for admission in one step
-    long_prefill_len: int  # most tokens of one prompt in one step
-    input_weight: int  # service of a token of a prompt
-    output_weight: int  # service of a generated token
     # Whether a token's logits may not depend on its company, to the bit; pieces are then of one token.
     batch_invariant: bool = False
 
@@ -152,7 +148,7 @@ class Options:
     def num_reserved(self, cache: Cache) -> list[int]:
         """Counts the blocks of each group that the watermark holds back."""
         pools = cache.control.block_pools
-        return [ceil_div(int(self.watermark * pool.num_blocks * 1000), 1000) for pool in pools]
+        return [ceil_div(int(self.schedule.watermark * pool.num_blocks * 1000), 1000) for pool in pools]
 
 
 _LEAST_PROMPT_TOKENS = 256
@@ -221,16 +217,7 @@ def check_drafts(options: Options, config: CacheConfig, process_logits: Callable
             f"got num_drafts = {options.num_drafts} and process_logits, expected one of them: the hook sees "
             "one next token per row, and drafts are several"
         )
-    if options.width > config.query_len_limit:
-        raise ValueError(
-            f"num_drafts is {options.num_drafts}, expected below max_query_len = {config.query_len_limit}"
-        )
-    for group in config.groups:
-        if group.window is not None and group.max_rollback < options.num_drafts:
-            raise ValueError(
-                f"num_drafts is {options.num_drafts} and a window takes back {group.max_rollback} tokens, "
-                f"expected SlidingWindow(max_rollback={options.num_drafts})"
-            )
+    check_num_drafts(options.num_drafts, config)
 
 
 def check_batch_invariant(options: Options, config: CacheConfig) -> None:

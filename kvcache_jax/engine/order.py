@@ -28,8 +28,8 @@ def metadata(state: EngineState, options: Options, num_cached: jax.Array | None 
         num_preemptions=state.num_preemptions,
         num_bypassed=state.num_bypassed,
         service=get_at(state.service, requests.client, 0),
-        ageing_steps=options.ageing_steps,
-        max_bypasses=options.max_bypasses,
+        ageing_steps=options.schedule.ageing_steps,
+        max_bypasses=options.schedule.max_bypasses,
     )
 
 

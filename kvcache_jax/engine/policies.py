@@ -117,6 +117,10 @@ def _by_cached_prefix(requests: RequestMetadata) -> tuple[jax.Array, ...]:
     return (1 - is_passed.astype(jnp.int32), jnp.where(is_passed, 0, -requests.num_cached))
 
 
+INPUT_WEIGHT, OUTPUT_WEIGHT = 1, 2
+"""Service of a token of a prompt, and of a generated one."""
+
+
 @request_policy("fair")
 def _by_service(requests: RequestMetadata) -> tuple[jax.Array, ...]:
     """Orders by the service that clients got (virtual token counter).

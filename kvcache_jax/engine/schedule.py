@@ -85,7 +85,7 @@ def plan_prompts(state: EngineState, options: Options) -> PromptPieces:
     num_pieces, piece_len = options.num_pieces, options.piece_len
     max_seqs, limit = state.cache.max_seqs, state.cache.config.query_len_limit
     order = rows_in_order(state, options)
-    most = min(limit, options.long_prefill_len)
+    most = min(limit, options.schedule.long_prefill_len or limit)
     want = jnp.clip(get_at(state.num_to_compute, order, 0) - 1, 0, most)
     num_wanted = quotient(want + piece_len - 1, piece_len)
     end = jnp.cumsum(num_wanted, dtype=jnp.int32)

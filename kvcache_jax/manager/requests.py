@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from kvcache_jax.arrays.number_checks import as_integer, static_count, static_flag
-from kvcache_jax.core import token_arguments
+from kvcache_jax.arrays.number_checks import static_count, static_flag
+from kvcache_jax.core import arguments, token_arguments
 from kvcache_jax.core.arguments import hashable_id
 from kvcache_jax.core.counter import Counter
 from kvcache_jax.core.state import Step
@@ -60,22 +60,21 @@ def prompt_of(
     token_ids: np.ndarray, max_seq_len: int, namespace: Any, priority: Any, reuse: bool, items: Any
 ) -> Prompts:
     """Pads the arguments of an admission to one shape; items are padded to a power of two."""
-    priority = as_integer("priority", priority)
-    if not -(2**31) <= priority < 2**31:
-        raise ValueError(f"priority is {priority}, expected -2**31 <= priority < 2**31")
-    is_reused = np.bool_(static_flag("reuse", reuse))
-    words = np.zeros(4, np.uint32) if namespace is None else np.asarray(namespace)
-    if words.dtype != np.uint32 or words.shape != (4,):
-        raise ValueError(f"namespace is {words.dtype}{words.shape}, expected uint32 (4,): see kv.namespace")
-    tokens = np.zeros(max_seq_len, np.int32)
-    tokens[: len(token_ids)] = token_ids
+    tokens = np.zeros((1, max_seq_len), np.int32)
+    tokens[0, : len(token_ids)] = token_ids
     spans = token_arguments.item_spans_of_one(items)
     if spans is not None:
         num_more = (1 << (spans.shape[1] - 1).bit_length()) - spans.shape[1]
-        spans = np.pad(np.asarray(spans)[0], [(0, num_more), (0, 0)])  # an empty one is none
-    length = np.int32(len(token_ids))
-    prompt = length, words, np.int32(priority), tokens, is_reused, spans
-    return Prompts(*jax.device_put(tuple(None if field is None else field[None] for field in prompt)))
+        spans = np.pad(np.asarray(spans), [(0, 0), (0, num_more), (0, 0)])  # an empty one is none
+    prompt = (
+        np.array([len(token_ids)], np.int32),
+        arguments.namespace_words(namespace, 1),
+        arguments.priorities([priority], 1),
+        tokens,
+        np.array([static_flag("reuse", reuse)]),
+        spans,
+    )
+    return Prompts(*jax.device_put(prompt))
 
 
 def padded(
