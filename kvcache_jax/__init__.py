@@ -3,9 +3,9 @@
 Its rooms, each of which imports only those above it; a public operation's file bears its name:
 
 * `arrays`: masked updates, sharding types, registries, checks of numbers; nothing of caches
-* `layers`: what a model layer keeps per token, a kind a file, and groups of equal layers
+* `layers`: the arrays that a model layer keeps per token, by kinds, and groups of equal layers
 * `quantised`: keys and values in fewer bits: `Quantised` and its formats
-* `core`: what a cache is: config, every array of the state, status, checks of arguments, backends
+* `core`: the parts of a cache: config, every array of the state, status, checks of arguments, backends
 * `blocks`: owners of blocks, and the movement of keys and values
 * `attention`: `write`, `attend`, `attention`, `gather`, `attention_scores`; XLA, gradients, kernels
 * `prefix`: blocks found by their contents: hashes, the index, eviction
@@ -18,7 +18,7 @@ Its rooms, each of which imports only those above it; a public operation's file 
 * `manager`: requests by id on the host
 * `testing`: poison, the token test, checks of a model of one's own
 
-What the flat names do not have is in namespaces: `chunks`, `compression`, `engine`, `decoding`, `inspect`,
+Other names are in namespaces: `chunks`, `compression`, `engine`, `decoding`, `inspect`,
 `manager`, `testing`, which are rooms, and `state`, `policies`, `tiers`, `backends`. Namespaces and flat names
 share none.
 """

@@ -1,4 +1,4 @@
-"""Implementations of attention: what one has, and how it is registered."""
+"""Implementations of attention: their parts and their registration."""
 
 from kvcache_jax.core.backends import Backend, TargetDevice, register_backend
 

@@ -13,9 +13,7 @@ Primitive = type(lax.sin_p)  # jax.extend.core's, without the kernels that its i
 def reverse_mode_only[T](name: str, arrays: T) -> T:
     """Returns arrays whose derivatives in forward mode are refused, when one is computed.
 
-    Args:
-      name: The thing without derivatives, as the error names it.
-      arrays: A pytree; what is no float is handed on.
+    The error calls them `name`. Arrays of the pytree that are no floats are handed on.
     """
     message = (
         f"got a derivative of {name} in forward mode (jax.jvp, jax.jacfwd), expected reverse mode: jax.grad, "
@@ -41,7 +39,7 @@ def _marked(arrays: Any, **messages: str | None) -> Any:
     return jax.tree.map(mark, arrays)
 
 
-# Both hand an array on. `_mark` is what programs hold, `_mark_tangent` its derivative, which is linear:
+# Both hand an array on. Programs hold `_mark`; `_mark_tangent` is its derivative, which is linear:
 # reverse mode transposes it and never runs it, so that to run it is forward mode.
 _mark, _mark_tangent = Primitive("kvcache_mark"), Primitive("kvcache_mark_tangent")
 

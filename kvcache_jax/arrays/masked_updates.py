@@ -68,8 +68,7 @@ def _update(array: jax.Array, index: Index, values: ArrayLike, how: str) -> jax.
 def count_down(counts: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Takes one from `counts` per entry of `index` i32[...], which may repeat; entries outside are skipped.
 
-    Returns:
-      The counts; and bool like `index`, the entry took the last one: of equal entries, the last did.
+    Masks the entries that took the last one, bool like `index`: of equal entries, the last did.
     """
     left = add_at(counts, index, -1)
     is_zero, left = read_first(get_at(left, index, 1) == 0, left)
@@ -78,15 +77,10 @@ def count_down(counts: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Arra
 
 
 def first_of_equal(array: jax.Array, mask: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Finds the first of the masked entries of `index` that are equal.
+    """Finds the first of the masked entries of `index` that are equal, bool[...].
 
-    Args:
-      array: i32[m], not negative; lent for marks.
-      mask: bool[...].
-      index: i32[...], places in `array`.
-
-    Returns:
-      bool[...]; and `array`, negative at the places of masked entries, which the caller must set again.
+    `array` i32[m], not negative, is lent for marks: it comes back negative at the places of masked entries,
+    which the caller must set again.
     """
     order = lax.iota(jnp.int32, index.size).reshape(index.shape)
     return _marked_of_equal(array, mask, index, order - index.size)
@@ -141,12 +135,12 @@ def _of_longest(axis_size: int, in_batched: list[bool], num_trips: jax.Array) ->
 
 
 def quotient(lengths: jax.Array, size: int) -> jax.Array:
-    """Divides what is not negative: one operation, where `//` looks at signs in ten."""
+    """Divides integers that are not negative: one operation, where `//` looks at signs in ten."""
     return lax.div(lengths, lax.full_like(lengths, size))
 
 
 def remainder(lengths: jax.Array, size: int) -> jax.Array:
-    """Computes `lengths % size` of what is not negative."""
+    """Computes `lengths % size` of integers that are not negative."""
     return lax.rem(lengths, lax.full_like(lengths, size))
 
 

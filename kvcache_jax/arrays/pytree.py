@@ -11,20 +11,14 @@ import jax.export
 T = TypeVar("T", bound=type)
 
 FORMAT_VERSION = 3
-"""Format of what is saved or exported: each change of a state's fields, or of their meaning, adds 1."""
+"""Format of saved and exported states: each change of a state's fields, or of their meaning, adds 1."""
 
 
 class Static(NamedTuple):
-    """A field that is metadata: hashable, compared when jit looks up a compiled program.
-
-    Attributes:
-      field: Its name.
-      to_bytes: Serialises its value for `jax.export`.
-      from_bytes: The inverse.
-    """
+    """A field that is metadata: hashable, compared when jit looks up a compiled program."""
 
     field: str
-    to_bytes: Callable[[Any], bytes]
+    to_bytes: Callable[[Any], bytes]  # of its value, for `jax.export`
     from_bytes: Callable[[bytearray], Any]
 
 
@@ -51,7 +45,7 @@ def pytree_dataclass(static: Static | None = None) -> Callable[[T], T]:
 
 
 def require_format(version: Any) -> None:
-    """Refuses what was saved or exported in another format."""
+    """Refuses states that were saved or exported in another format."""
     if version != FORMAT_VERSION:
         got = "no format_version" if version is None else f"format_version {version!r}"
         raise ValueError(

@@ -10,36 +10,22 @@ import numpy as np
 
 
 class Registered[F](NamedTuple):
-    """A function of a registry.
-
-    Attributes:
-      function: As it was handed to the decorator.
-      needs: The optional fields of its metadata that it reads.
-      options: What the decorator was given beside these.
-    """
+    """A function of a registry."""
 
     function: F
-    needs: frozenset[str]
-    options: Mapping[str, Any]
+    needs: frozenset[str]  # optional fields of its metadata that it reads
+    options: Mapping[str, Any]  # further arguments of the decorator
 
 
 class Registry[F]:
-    """The functions of one kind, which all take the same metadata.
+    """The functions of one kind, which all take the same metadata, a NamedTuple.
 
-    Attributes:
-      optional: Fields of the metadata that have defaults: a function sees those that it needs.
+    Errors call a function `noun`, such as "an eviction policy", its public decorator `decorator`, such as
+    "policies.eviction_policy", and the argument that takes a name `argument`.
     """
 
     def __init__(self, noun: str, decorator: str, argument: str, metadata: Any, reserved: Sequence[str] = ()):
-        """Makes an empty registry.
-
-        Args:
-          noun: A function in the words of errors, such as "an eviction policy".
-          decorator: Name of the public decorator, such as "policies.eviction_policy".
-          argument: The argument that takes a name, in the words of errors.
-          metadata: The NamedTuple that the functions take.
-          reserved: Names that mean something else.
-        """
+        # Fields of the metadata that have defaults: a function sees those that it needs.
         self.optional = frozenset(metadata._field_defaults)
         self._article, self._noun = noun.split(" ", 1)
         self._decorator, self._argument = f"kvcache_jax.{decorator}", argument
@@ -54,9 +40,7 @@ class Registry[F]:
     def decorate(self, name: str, needs: Iterable[str] = (), **options: Any) -> Callable[[F], F]:
         """Returns the decorator that registers a function, and returns it unchanged.
 
-        Raises:
-          ValueError, TypeError: the name is taken or no str, `needs` names no field, or what is decorated is
-            no function.
+        Refuses a name that is taken or no str, `needs` that name no field, and anything but a function.
         """
         if not isinstance(name, str) or not name:
             arguments = "'name', needs=[...]" if self.optional else "'name'"
@@ -79,11 +63,7 @@ class Registry[F]:
         return register
 
     def find(self, name: str) -> Registered[F]:
-        """Returns the function of a name.
-
-        Raises:
-          ValueError: there is none.
-        """
+        """Returns the function of a name; refuses a name without one."""
         if not isinstance(name, str) or name not in self._entries:
             names = ", ".join(map(repr, self.names))
             raise ValueError(
@@ -95,17 +75,15 @@ class Registry[F]:
     def call(self, name: str, metadata: Any, *shapes: tuple[int, ...], dtype: Any) -> jax.Array:
         """Calls the function of a name, and returns its result as `dtype`.
 
-        Raises:
-          ValueError: there is none.
-          TypeError: its result is no array of one of `shapes` and of numbers such as `dtype`. What it raises
-            comes with a note that names it.
+        Refuses a result that is no array of one of `shapes` and of numbers such as `dtype`. Errors that the
+        function raises come with a note that names it.
         """
         function: Any = self.find(name).function
         with self.noted(name):
             return self.checked(name, function(metadata), *shapes, dtype=dtype)
 
     def checked(self, name: str, result: Any, *shapes: tuple[int, ...], dtype: Any) -> jax.Array:
-        """Returns what the function of a name returned as `dtype`, or refuses it as `call` does."""
+        """Returns a function's result as `dtype`, or refuses it as `call` does."""
         if isinstance(result, np.ndarray):
             result = jnp.asarray(result)  # of 32 bits, as all that jax computes
         is_array = isinstance(result, jax.Array) and result.shape in shapes
@@ -118,7 +96,7 @@ class Registry[F]:
 
     @contextlib.contextmanager
     def noted(self, name: str) -> Iterator[None]:
-        """Adds a note to what is raised within, which names the function and what it sees."""
+        """Adds a note to errors raised within, which names the function and the metadata that it sees."""
         try:
             yield
         except Exception as error:

@@ -1,4 +1,4 @@
-"""Arrays over a mesh: heads that are split, and what differs between devices inside `jax.shard_map`.
+"""Arrays over a mesh: heads that are split, and arrays that differ between devices inside `jax.shard_map`.
 
 XLA cannot split a kernel by itself and would gather the pool, so `over_heads` has each device work on its own
 heads. The axis that splits them is known from the pool's type where mesh axes are explicit, and else from
@@ -20,14 +20,10 @@ def over_heads(
     inputs: Sequence[Any],
     outputs: Any,
 ) -> Callable[..., Any]:
-    """Maps `function` over the devices' own heads.
+    """Maps `function` over the devices' own heads, split by `axis`; None leaves the function as it is.
 
-    Args:
-      function: From pytrees of arrays to such, for any number of heads.
-      axis: From `axis_to_map`; None leaves the function as it is.
-      inputs: Per argument the position of its arrays' axis of heads, None where they have none; or a pytree
-        of positions.
-      outputs: The same positions, a tuple with one entry per result; or the entry of the one result.
+    `inputs` has per argument the position of its arrays' axis of heads, None where they have none, or a
+    pytree of positions. `outputs` has a tuple of these, or the positions of the one result.
     """
     if axis is None:
         return function
@@ -49,9 +45,7 @@ def over_heads(
 def axis_to_map(type_axis: str | None, head_axis: str | None) -> str | None:
     """Finds the mesh axis that splits the heads; None for none, or if the caller maps over it already.
 
-    Args:
-      type_axis: From `axis_of_types`.
-      head_axis: The config's.
+    `type_axis` is from `axis_of_types`, `head_axis` from the config.
     """
     mesh = jax.sharding.get_abstract_mesh()
     axis = type_axis or head_axis
@@ -86,10 +80,7 @@ def for_each_head(array: jax.Array, values: jax.Array) -> jax.Array:
 def check_split(name: str, values: jax.Array, axis: str | None) -> None:
     """Raises where types tell that `values [..., heads, head_dim]` are split otherwise than the pool's heads.
 
-    Args:
-      name: Of the values, for the error.
-      values: Queries, keys or values.
-      axis: From `axis_of_types`.
+    The pool's are split over `axis`, from `axis_of_types`.
     """
     spec = jax.typeof(values).sharding.spec
     *others, heads, head_dim = (*spec, *[None] * (values.ndim - len(spec)))

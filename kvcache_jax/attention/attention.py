@@ -1,4 +1,4 @@
-"""Attention on a cache: what a model calls."""
+"""Attention on a cache, as the layers of a model call it."""
 
 import dataclasses
 import functools
@@ -7,11 +7,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.core import Tracer
 
-from kvcache_jax.arrays.number_checks import finite_number, static_flag
+from kvcache_jax.arrays.number_checks import static_flag
 from kvcache_jax.arrays.sharding import as_varied, axis_of_types, check_split
 from kvcache_jax.attention import vjp
 from kvcache_jax.attention.attention_plan import in_runs
@@ -41,7 +39,7 @@ def attend(
     weights: Any = None,
     implementation: str | None = None,
 ) -> tuple[Cache, AttentionOutput]:
-    """Attends to what the step's rows hold; the reading half of `attention`.
+    """Attends to the tokens that the step's rows hold; the reading half of `attention`.
 
     The returned cache has the same keys and values. Go on with it, so that
     later writes wait for this read: a donated step that writes to the old one copies a whole pool.
@@ -85,7 +83,7 @@ def attention(
     weights: Any = None,
     implementation: str | None = None,
 ) -> tuple[Cache, AttentionOutput]:
-    """Stores the new keys and values of one layer and attends: what a model's layer calls.
+    """Stores the new keys and values of one layer and attends to all; a model's layer calls it.
 
     Query head `i` reads key/value head `i // (num_q_heads / num_kv_heads)`. A query sees the tokens of
     its row up to its own position, in a window group the tokens in reach. It can be differentiated once, in
@@ -106,7 +104,7 @@ def attention(
       return_lse: Also return the log of the sum of exponentials (sink included), f32
         `[n, max_new, num_q_heads]`, so that partial results can be merged.
       weights: The layer's own arrays, a pytree, for kinds that compute keys and values with them.
-      implementation: Name of a backend, or None for what the config says. Backends run forward; the gradient
+      implementation: Name of a backend, or None for the config's. Backends run forward; the gradient
         is always XLA's.
 
     Returns:
@@ -151,10 +149,10 @@ def _attend(
     stored = storage.keys_values_shapes(pool, group, weights)
     num_kv_heads, _, key_dim = stored.k.shape
     arguments.require_floats("q", q)
-    check_queries(q, step, num_kv_heads, key_dim)
+    arguments.check_queries(q, step, num_kv_heads, key_dim)
     if sink_logits is not None:
         sink_logits = arguments.as_array("sink_logits", sink_logits)
-    check_options(scale, soft_cap, sink_logits, q.shape[-2])
+    arguments.check_options(scale, soft_cap, sink_logits, q.shape[-2])
     return_lse = static_flag("return_lse", return_lse)
     arguments.refuse_shared_cache("q", q, cache)
 
@@ -207,40 +205,7 @@ def _read(
     varied, grouped, weights, sink_logits = as_varied((pool, grouped, weights, sink_logits), reads)
     read, out, lse = vjp.attend(call, varied, grouped, weights, sink_logits, *reads)
     if jax.tree.leaves(varied)[0] is not jax.tree.leaves(pool)[0]:
-        # What all devices share stays shared where they ask different things of it.
+        # A pool that all devices share stays shared where their queries differ.
         read, out, lse = lax.optimization_barrier((pool, out, lse))
     out = kind.outputs(out.reshape(*shape[:-1], out.shape[-1]))
     return read, out.astype(q.dtype), lse.reshape(shape[:-1])
-
-
-def check_queries(q: jax.Array, step: Step, num_kv_heads: int, key_dim: int) -> None:
-    """Refuses queries of another shape than the step's tokens and the layer's keys ask for."""
-    tokens = step.positions.shape
-    heads_divide = q.ndim >= 2 and q.shape[-2] > 0 and q.shape[-2] % num_kv_heads == 0
-    if q.shape[:-2] != tokens or q.shape[-1] != key_dim or not heads_divide:
-        raise ValueError(
-            f"q has shape {q.shape}, expected {(*tokens, 'num_q_heads', key_dim)} "
-            f"with num_q_heads a multiple of num_kv_heads = {num_kv_heads}"
-        )
-
-
-def check_options(scale: Any, soft_cap: Any, sink_logits: arguments.Array | None, num_q_heads: int) -> None:
-    """Refuses options of attention that are no numbers, or traced where they are part of the program."""
-    for name, value in (("scale", scale), ("soft_cap", soft_cap)):
-        if isinstance(value, Tracer):
-            raise TypeError(f"{name} is traced, expected a Python number; multiply q by it instead")
-        if value is None:
-            continue
-        if np.ndim(value) or not jnp.isdtype(np.asarray(value).dtype, ("real floating", "integral")):
-            raise TypeError(f"{name} is {value!r}, expected a Python number or None")
-        finite_number(name, np.asarray(value)[()])
-    if soft_cap is not None and not soft_cap > 0:
-        raise ValueError(f"soft_cap is {soft_cap}, expected a positive number or None")
-    if sink_logits is None:
-        return
-    if sink_logits.shape != (num_q_heads,):
-        raise ValueError(
-            f"sink_logits has shape {sink_logits.shape}, expected ({num_q_heads},), one per query head"
-        )
-    if not jnp.isdtype(sink_logits.dtype, ("real floating", "integral")):
-        raise TypeError(f"sink_logits has dtype {sink_logits.dtype}, expected real numbers")

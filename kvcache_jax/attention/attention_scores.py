@@ -14,7 +14,6 @@ from kvcache_jax.arrays.derivatives import forward_mode_only
 from kvcache_jax.arrays.masked_updates import get_at
 from kvcache_jax.arrays.number_checks import static_count
 from kvcache_jax.arrays.sharding import as_varied
-from kvcache_jax.attention.attention import check_options, check_queries
 from kvcache_jax.attention.tiles import MASKED, by_head, by_query, scaled_logits, tiles
 from kvcache_jax.blocks.storage import keys_values_of, keys_values_shapes
 from kvcache_jax.core import arguments
@@ -38,7 +37,7 @@ def attention_scores(
     sink_logits: ArrayLike | None = None,
     weights: Any = None,
 ) -> jax.Array:
-    """Computes what attention gives to each token that a row holds, from the stored keys.
+    """Computes the weights that attention gives to each token of a row, from the stored keys.
 
     Attention itself, above all by kernels, returns no weights. Here the keys are read again, tile by tile,
     for a few queries of each row. A layer may be of any kind, also one that shares, quantises or sees a
@@ -46,7 +45,7 @@ def attention_scores(
 
     Args:
       cache: Not changed; the step's keys and values are written.
-      layer: As in `attention`, like what follows.
+      layer: As in `attention`, like the arguments after it.
       q: `[n, w, num_q_heads, key_dim]`, of all tokens of a padded step.
       step: Of one row after the other, from `extend`; or from `rewrite`, without `num_last`.
       num_last: Of each row's tokens, only the last so many count; where there are fewer, the others are
@@ -58,8 +57,8 @@ def attention_scores(
 
     Returns:
       f32[n, num_q_heads, w, max_seq_len], `w = num_last` where that is given; of each query that counts 1 in
-      all, at the places of the row's tokens. 0 for what a query does not see, for padding and failed rows. Of
-      a layer that reads sources `[..., max_source_len]`.
+      all, at the places of the row's tokens. 0 for tokens that a query does not see, for padding and failed
+      rows. Of a layer that reads sources `[..., max_source_len]`.
 
     Raises:
       ValueError, TypeError: the layer, shapes, dtypes or options do not fit, or the step is packed.
@@ -81,10 +80,10 @@ def attention_scores(
     weights = jax.tree.map(jnp.asarray, weights)
     num_kv_heads, _, key_dim = keys_values_shapes(pool, group, weights).k.shape
     arguments.require_floats("q", q)
-    check_queries(q, step, num_kv_heads, key_dim)
+    arguments.check_queries(q, step, num_kv_heads, key_dim)
     if sink_logits is not None:
         sink_logits = arguments.as_array("sink_logits", sink_logits)
-    check_options(scale, soft_cap, sink_logits, q.shape[-2])
+    arguments.check_options(scale, soft_cap, sink_logits, q.shape[-2])
     if num_last is not None:
         num_last = static_count("num_last", num_last, least=1, most=q.shape[1], most_name="the step's tokens")
         if plan.positions is not None or plan.table_row.shape[0] != q.shape[0]:

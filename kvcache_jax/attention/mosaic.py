@@ -1,6 +1,6 @@
-"""The backends "mosaic_gpu" and "mosaic_tpu": what a cache asks of `pallas_kernels`.
+"""The backends "mosaic_gpu" and "mosaic_tpu", made of `pallas_kernels`.
 
-Importing the kernels imports Pallas, so every function here imports what it calls.
+Importing the kernels imports Pallas, so every function here imports the kernels that it calls.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ _HOPPER = "9.0"
 _HOPPER_KINDS = re.compile(r"\bG?H(20|100|200|800)\b")
 
 is_interpreted = jax.make_user_context(False)
-"""Whether kernels traced now are to run on the CPU; what is compiled elsewhere is not reused for it."""
+"""Whether kernels traced now are to run on the CPU; programs compiled for devices are not reused then."""
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The tiles in which attention reads stored blocks: what they hold, who sees it, and its logits.
+"""The tiles in which attention reads stored blocks: their keys, the queries that see them, the logits.
 
 Shapes: `r` rows of the `AttentionPlan`, `t` queries of a row, `h` key/value heads, `g` query heads per
 key/value head, `m = t * g` queries of a row and key/value head, `b` blocks of a tile, `s` tokens of a block,
@@ -30,33 +30,21 @@ MASKED = -1e30
 
 
 class Tile(NamedTuple):
-    """A run of blocks of every row.
+    """A run of blocks of every row."""
 
-    Attributes:
-      rows: i32[r, b], where the blocks are in the pool, or past its end.
-      stored: By name `[h', r, n, ...]`, the blocks' arrays; see `load_blocks`.
-      is_held: bool[1, r, n, 1], some query of the row sees the key. Others may be NaN, and 0 * NaN is NaN.
-      is_seen: bool[1, r, m, n], the query sees the key.
-    """
-
-    rows: jax.Array
-    stored: dict[str, jax.Array]
+    rows: jax.Array  # i32[r, b], where the blocks are in the pool, or past its end
+    stored: dict[str, jax.Array]  # by name `[h', r, n, ...]`, the blocks' arrays; see `load_blocks`
+    # bool[1, r, n, 1], some query of the row sees the key. Others may be NaN, and 0 * NaN is NaN.
     is_held: jax.Array
-    is_seen: jax.Array
+    is_seen: jax.Array  # bool[1, r, m, n], the query sees the key
 
 
 class Tiles(NamedTuple):
-    """The tiles of a call.
+    """The tiles of a call."""
 
-    Attributes:
-      num_tiles: i32[], as many as the longest row needs.
-      tile_len: Tokens of a row in a tile (static).
-      load: Reads the tile of an index i32[].
-    """
-
-    num_tiles: jax.Array
-    tile_len: int
-    load: Callable[[jax.Array], Tile]
+    num_tiles: jax.Array  # i32[], as many as the longest row needs
+    tile_len: int  # tokens of a row in a tile (static)
+    load: Callable[[jax.Array], Tile]  # reads the tile of an index i32[]
 
 
 def tiles(
@@ -69,7 +57,7 @@ def tiles(
     q_shape: tuple[int, ...],
     tile_tokens: int | None,
 ) -> Tiles:
-    """Cuts what the queries of a plan, of shape `q_shape` = `[r, t, h, g, d]`, read into tiles."""
+    """Cuts the blocks that a plan's queries, of shape `q_shape` = `[r, t, h, g, d]`, read into tiles."""
     num_queries, group_size, block_size = q_shape[1], q_shape[3], group.block_size
     tokens = tile_tokens or _default_tile_tokens(group, q_shape)
     tile_blocks = max(1, min(tokens // block_size, block_table.shape[-1]))

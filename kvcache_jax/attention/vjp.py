@@ -20,23 +20,14 @@ from kvcache_jax.layers.layer_group import LayerGroup
 
 
 class Call(NamedTuple):
-    """The static part of a call of attention.
-
-    Attributes:
-      config: Of the cache.
-      group_id: Layer group.
-      backend: Name of the backend.
-      scale: See `attention.attention`.
-      soft_cap: See `attention.attention`.
-      num_kv_heads: Heads of the keys that the kind computes.
-    """
+    """The static part of a call of attention."""
 
     config: CacheConfig
     group_id: int
     backend: str
-    scale: float
+    scale: float  # like `soft_cap`, as in `attention.attention`
     soft_cap: float | None
-    num_kv_heads: int
+    num_kv_heads: int  # heads of the keys that the kind computes
 
     @property
     def group(self) -> LayerGroup:
@@ -57,21 +48,9 @@ def attend(
     """Computes attention of `q` over the blocks of one layer.
 
     The pool is handed through, so that a chain of layers has one chain of gradients, updated in
-    place, and not a pool-sized gradient per layer.
-
-    Args:
-      call: Static.
-      pool: Of the layer group.
-      q: `[r, t, h, g, d]`, of the plan's `r` rows.
-      weights: The layer's own, for the kind's `keys_values`.
-      sink_logits: f32[h, g] or None.
-      block_table: i32[max_seqs, max_blocks_per_seq].
-      plan: Of the step and group.
-      layer: i32[], index in the group.
-
-    Returns:
-      (pool, out f32[r, t, h, g, e], lse f32[r, t, h, g]), `e` wide as values; out is 0 and lse -inf where
-      nothing is seen.
+    place, and not a pool-sized gradient per layer. `q` is `[r, t, h, g, d]`, of the plan's `r` rows,
+    `sink_logits` f32[h, g]. Beside the pool are returned out f32[r, t, h, g, e], as wide as values, and lse
+    f32[r, t, h, g]: 0 and -inf where nothing is seen.
     """
     inputs = reverse_mode_only("attention", (pool, q, weights, sink_logits))
     return _attend(call, *inputs, block_table, plan, layer)

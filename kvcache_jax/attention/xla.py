@@ -138,13 +138,8 @@ def zeros_after(per_head: jax.Array, position: int | None, shape: tuple[int, ...
     """Makes zeros when something else has been computed.
 
     XLA makes constants ahead of the program, for all layers at once, where they would only take memory;
-    and it removes barriers before it decides on an order.
-
-    Args:
-      per_head: f32[h], any part of what comes before; split over a mesh as the heads of the result.
-      position: Axis of the `h` heads in the result; None for none.
-      shape: Of the result.
-      dtype: Of the result.
+    and it removes barriers before it decides on an order. `per_head` f32[h] is any part of an earlier result,
+    split over a mesh as the heads of the zeros, which are at the axis `position`, or None.
     """
     bits = lax.bitcast_convert_type(per_head, jnp.uint32)
     zero = lax.shift_right_logical(lax.shift_right_logical(bits, jnp.uint32(31)), jnp.uint32(1))
@@ -170,20 +165,8 @@ def backward(
 ) -> tuple[KVPool, jax.Array, Any, jax.Array | None]:
     """Computes the gradients of the pool (which is handed through), `q`, `weights` and `sink_logits`.
 
-    Shares are the forward pass's; the products of gradients are computed in float32.
-
-    Args:
-      group: Static, like the next three.
-      scale: See `Backend.decode`.
-      soft_cap: See `Backend.decode`.
-      tile_tokens: See `CacheConfig`.
-      saved: From `save`.
-      q: Queries, as in the forward pass.
-      weights: The layer's own weights, as in the forward pass.
-      sink_logits: Logits of the sinks, as in the forward pass.
-      out: The forward pass's outputs.
-      lse: The forward pass's log-sum-exp.
-      grads: Gradients of the pool handed through, of `out` and of `lse`.
+    Shares are the forward pass's, and so are the arguments but `saved`, from `save`, and `grads`, of the
+    pool, of `out` and of `lse`. The products of gradients are computed in float32.
     """
     pool_grads, grad_out, grad_lse = grads
     num_queries, num_blocks, arrays = q.shape[1], saved.rows.shape[0], dict(group.arrays)
@@ -212,7 +195,7 @@ def backward(
         if weights is not None:  # of which each gets something from every token: 0 * NaN again
             stored = {name: _where_held(tile.is_held, values) for name, values in stored.items()}
         read = keys_values_of(group, stored, weights)
-        # What unseen values give is masked below; the product of a share of 0 and an unseen key is not.
+        # Products of unseen values are masked below; the product of a share of 0 and an unseen key is not.
         read = read._replace(k=jnp.where(tile.is_held, read.k, 0))
         logits, slope = scaled_logits(scale, soft_cap, stored_q, read)
         (k, v), pull = jax.vjp(functools.partial(_meant, group), *_in_float32((stored, weights)))
@@ -267,11 +250,6 @@ def _in_float32(arrays: Any) -> Any:
 
 
 def _where_held(is_held: jax.Array, values: jax.Array) -> jax.Array:
-    """Replaces by zeros the tokens of `values [h', r, n, ...]` that no query sees.
-
-    Args:
-      is_held: bool[1, r, n, 1], some query of the row sees the token.
-      values: Of a tile.
-    """
+    """Replaces by zeros the tokens of a tile's `values [h', r, n, ...]` that no query sees."""
     is_held = is_held.reshape(*is_held.shape[:3], *[1] * (values.ndim - 3))
     return jnp.where(is_held, values, 0)

@@ -39,12 +39,7 @@ def num_used(pool: BlockPool) -> jax.Array:
 
 
 def utilization(pool: BlockPool, num_fewer: ArrayLike = 0) -> jax.Array:
-    """Computes the share of the blocks that is referenced, f32 from 0 to 1, or would be with fewer of them.
-
-    Args:
-      pool: The pool.
-      num_fewer: i32[...], blocks that are not counted.
-    """
+    """Computes the share of referenced blocks, f32[...] from 0 to 1, without `num_fewer` i32[...] of them."""
     used = num_used(pool) - num_fewer
     # XLA would multiply by the inverse of a constant, and so have 9 of 10 blocks be more than 0.9.
     num_blocks = jnp.maximum(used, pool.num_blocks)
@@ -69,14 +64,10 @@ def is_published(pool: BlockPool, block_ids: jax.Array) -> jax.Array:
 
 
 def take(pool: BlockPool, mask: jax.Array) -> tuple[BlockPool, jax.Array]:
-    """Assigns one block per true entry, each with one owner.
+    """Assigns one block per true entry of bool[...], each with one owner.
 
-    Args:
-      pool: Holds at least as many free blocks; the caller has checked, and evicted.
-      mask: bool[...], where a block is wanted.
-
-    Returns:
-      The pool, and i32 like `mask` block ids, nowhere where `mask` is false.
+    There must be as many free blocks: the caller has checked, and evicted. Returns also the block ids, i32
+    like `mask`, nowhere where it is false.
     """
     rank, num_taken = rank_true(mask.reshape(-1))
     ids = get_at(pool.free_stack, pool.num_free - 1 - rank).reshape(mask.shape)
@@ -108,12 +99,10 @@ def reuse(pool: BlockPool, block_ids: jax.Array) -> BlockPool:
 
 
 def release(pool: BlockPool, block_ids: jax.Array) -> BlockPool:
-    """Takes one owner from each block of `block_ids`; those without owner are cached or free again.
+    """Takes one owner from each block of `block_ids` i32[...]; blocks without owner are cached or free again.
 
-    Args:
-      pool: Counts at least one owner per occurrence.
-      block_ids: i32[...], nowhere is skipped. Of blocks that become cached, the one that first loses its last
-        owner is evicted first: pass a row's last block first.
+    Nowhere is skipped. Of blocks that become cached, the one that first loses its last owner is evicted
+    first: pass a row's last block first.
     """
     block_ids = block_ids.reshape(-1)
     ref_count, is_last = count_down(pool.ref_count, block_ids)
@@ -216,7 +205,7 @@ def sweep_queue(pool: BlockPool, is_due: jax.Array) -> BlockPool:
     end = jnp.where(is_due, cached.head, cached.tail)
     state = cached.queue, cached.queued_at, end, end
     queue, queued_at, tail, _ = lax.while_loop(is_left, sweep_some, state)
-    # The caller's writes to what the sweep reads wait for it.
+    # The caller's writes to these arrays wait for the sweep, which reads them.
     (queue, tail), (ref_count, is_published) = read_first(
         (queue, tail), (pool.ref_count, cached.is_published)
     )

@@ -41,7 +41,7 @@ def key_rotation(
 
     Raises:
       NotImplementedError: the angles of a token depend on the length of its text: "dynamic", "longrope".
-      ValueError, TypeError: another name, or what is no list of finite frequencies.
+      ValueError, TypeError: another name, or anything but a list of finite frequencies.
 
     Example:
       >>> import jax.numpy as jnp
@@ -99,11 +99,7 @@ def key_rotation(
 def rotations_of_groups(
     rotate: Rotate | Sequence[Rotate | None] | None, config: Any
 ) -> tuple[Rotate | None, ...]:
-    """Checks a rotation of all layers, or one of each, and returns the rotation of each layer group.
-
-    Raises:
-      ValueError, TypeError: it is no function, or differs within a group.
-    """
+    """Checks a rotation of all layers, or one of each, and returns the rotation of each layer group."""
     if rotate is None or callable(rotate):
         return (rotate,) * len(config.groups)
     of_layers = [*rotate] if isinstance(rotate, Sequence) else []

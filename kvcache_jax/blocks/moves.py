@@ -28,7 +28,7 @@ class Moves(Protocol):
 
 
 type ReadLayer = Callable[[KVPool, Any, jax.Array, jax.Array], Mapping[str, jax.Array]]
-"""Reads what one layer moves, `(pool, moves, layer, place) -> blocks [n, C, *array.shape]` by name. The
+"""Reads the blocks that one layer moves: `(pool, moves, layer, place) -> [n, C, *array.shape]` by name. The
 layer's blocks are the `place`-th in the pool, which may hold this layer alone. Linear in the pool."""
 
 
@@ -37,12 +37,6 @@ def move_in_layers(read: ReadLayer, group: LayerGroup, pool: KVPool, moves: Move
 
     All that a layer moves is read before any of it is written. The gradient is one more pool, changed in
     place, and a few copies of one layer of it.
-
-    Args:
-      read: Of one layer.
-      group: The layer group.
-      pool: Of the group.
-      moves: What `read` gets.
     """
     return _move(read, group, reverse_mode_only("moved tokens", pool), moves)
 
@@ -104,18 +98,13 @@ _move.defvjp(_move_fwd, _move_bwd)
 
 
 class TokenMoves(NamedTuple):
-    """The tokens that rows of one layer group move, `C` columns of `s` tokens each.
+    """The tokens that rows of one layer group move, `C` columns of `s` tokens each."""
 
-    Attributes:
-      sources: i32[n, layers, heads, C * s], place that the token at each place comes from; outside of the row
-        for none. An axis of one layer, or of one head, applies to all.
-      table: i32[n, C], blocks that hold the rows before.
-      destination: i32[n, C], blocks that are written; nowhere for those that are not.
-    """
-
+    # i32[n, layers, heads, C * s], place that the token at each place comes from; outside of the row for
+    # none. An axis of one layer, or of one head, applies to all.
     sources: jax.Array
-    table: jax.Array
-    destination: jax.Array
+    table: jax.Array  # i32[n, C], blocks that hold the rows before
+    destination: jax.Array  # i32[n, C], blocks that are written; nowhere for those that are not
 
 
 def move_tokens(pool: KVPool, group: LayerGroup, moves: TokenMoves) -> KVPool:
@@ -165,19 +154,12 @@ def read_tokens(values: jax.Array, array: BlockArray, rows: jax.Array, offsets: 
 
 
 class SpanMoves(NamedTuple):
-    """The tokens that are written into blocks of one layer group, `n` times `C` blocks of `s` tokens.
+    """The tokens that are written into blocks of one layer group, `n` times `C` blocks of `s` tokens."""
 
-    Attributes:
-      blocks: i32[n, C * s], block that the token at each place comes from; nowhere writes zeros.
-      offsets: i32[n, C * s], its place in that block.
-      distance: i32[n, C * s], positions that its key moves by; None for 0.
-      destination: i32[n, C], blocks that are written; nowhere for those that are not.
-    """
-
-    blocks: jax.Array
-    offsets: jax.Array
-    distance: jax.Array | None
-    destination: jax.Array
+    blocks: jax.Array  # i32[n, C * s], block that the token at each place comes from; nowhere writes zeros
+    offsets: jax.Array  # i32[n, C * s], its place in that block
+    distance: jax.Array | None  # i32[n, C * s], positions that its key moves by; None for 0
+    destination: jax.Array  # i32[n, C], blocks that are written; nowhere for those that are not
 
 
 def move_spans(pool: KVPool, group: LayerGroup, moves: SpanMoves, rotate: Rotate | None = None) -> KVPool:
@@ -188,7 +170,7 @@ def move_spans(pool: KVPool, group: LayerGroup, moves: SpanMoves, rotate: Rotate
     num_blocks = pool.num_rows // group.num_layers
     rotated_features = group.kind.rotated_features or {}
     if moves.distance is not None:
-        # What is not written has no angle: one beyond a table is NaN, also times a gradient of 0.
+        # A token that is not written has no angle: one beyond a table is NaN, also times a gradient of 0.
         is_written = jnp.repeat(moves.destination < num_blocks, group.block_size, axis=1)
         is_moved = is_written & (moves.blocks < num_blocks)
         moves = moves._replace(distance=jnp.where(is_moved, moves.distance, 0))
@@ -200,7 +182,7 @@ def move_spans(pool: KVPool, group: LayerGroup, moves: SpanMoves, rotate: Rotate
             tile = tile.at[..., rotated_features[name]].set(_rotated(keys, moves.distance, rotate))
         is_token = moves.blocks < num_blocks
         mask = is_token.reshape(1, *is_token.shape, *[1] * (tile.ndim - 3))
-        # What no token is in must not stay: it may be another namespace's, or NaN.
+        # Numbers in a place without a token must not stay: they may be another namespace's, or NaN.
         return as_blocks(jnp.where(mask, tile, jnp.zeros_like(tile)), array, group.block_size)
 
     def read(pool: KVPool, moves: SpanMoves, layer: jax.Array, place: jax.Array) -> dict[str, jax.Array]:

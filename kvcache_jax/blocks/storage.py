@@ -53,7 +53,7 @@ def store_tokens(
     config: CacheConfig,
     group_id: int,
 ) -> KVPool:
-    """Writes what the kind stores of `new`, inputs `[*slots.shape, ...]` of one layer, at `slots`."""
+    """Encodes `new`, inputs `[*slots.shape, ...]` of one layer, and writes the arrays at `slots`."""
     group = config.groups[group_id]
     backend = choose(config, None, pool, group)
     new = {name: values.reshape(-1, *values.shape[slots.ndim :]) for name, values in new.items()}
@@ -64,7 +64,7 @@ def store_tokens(
 
 
 def _stored(group: LayerGroup, pool: KVPool, new: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Encodes new tokens `[n, ...]`, and checks that the kind made what its arrays hold."""
+    """Encodes new tokens `[n, ...]`, and checks the shapes and dtypes that the kind made."""
     encoded, stored = group.kind.encode(**new), {}
     num_tokens = next(iter(new.values())).shape[0]
     if {*encoded} != {name for name, _ in group.arrays}:
@@ -114,7 +114,7 @@ def _store(
 
 
 def _set_tokens(values: jax.Array, array: BlockArray, places: tuple[Any, ...], new: jax.Array) -> jax.Array:
-    """Sets what tokens store at their places; `new` is `[n, *token_shape]`."""
+    """Sets the numbers of tokens at their places; `new` is `[n, *token_shape]`."""
     is_split = axis_of_types({"": values}, {"": 1}) is not None
     if backends.target_device().platform != "tpu" or not _is_by_head(array) or is_split:
         return values.at[places].set(new, mode="drop")
@@ -274,16 +274,10 @@ def _copied_rows(
 def load_blocks(
     pool: KVPool, group: LayerGroup, rows: jax.Array, *, is_fenced: bool = True
 ) -> dict[str, jax.Array]:
-    """Reads the blocks `rows` i32[r, b] of a pool; those past its end give any block.
+    """Reads the blocks at `rows` i32[r, b] of a pool's first axis; places past its end give any block.
 
-    Args:
-      pool: Of the group.
-      group: The layer group.
-      rows: Places on the first axis.
-      is_fenced: Gather once into a tile that products read. Where it is read once, the tile is not needed.
-
-    Returns:
-      By name `[heads, r, b * block_size, ...]`, 1 head for an array without an axis of heads.
+    By name they are `[heads, r, b * block_size, ...]`, 1 head for an array without an axis of heads. With
+    `is_fenced` they are gathered once into a tile that products read: of use where it is read more than once.
     """
     # On TPUs a reshape of the pool would copy it, tiled as it is there.
     takes_runs = backends.target_device().platform != "tpu"

@@ -8,15 +8,14 @@ from kvcache_jax.chunks.chunk_selector import ChunkMetadata as Metadata
 from kvcache_jax.chunks.chunk_selector import chunk_metadata as metadata
 from kvcache_jax.chunks.chunk_selector import chunk_selector as selector
 from kvcache_jax.chunks.chunk_selector import select_tokens
-from kvcache_jax.chunks.chunk_store import Store
+from kvcache_jax.chunks.chunk_store import Chunks, Store
+from kvcache_jax.chunks.chunk_store import StoredChunks as Stored
+from kvcache_jax.chunks.chunk_store import evict_chunks as evict
+from kvcache_jax.chunks.chunk_store import free_chunks as free
 from kvcache_jax.chunks.compose_chunks import compose
-from kvcache_jax.chunks.forget_chunks import evict_chunks as evict
-from kvcache_jax.chunks.forget_chunks import free_chunks as free
 from kvcache_jax.chunks.prompts import Prompts
 from kvcache_jax.chunks.store_chunk import find_chunks as find
 from kvcache_jax.chunks.store_chunk import store_chunk as store
-from kvcache_jax.chunks.stored_chunks import Chunks
-from kvcache_jax.chunks.stored_chunks import StoredChunks as Stored
 
 __all__ = [
     "Chunks",

@@ -126,7 +126,7 @@ def _at_places(new: jax.Array, old: jax.Array, step: Step) -> jax.Array:
     nth = lax.broadcasted_iota(jnp.int32, places.shape, 1)
     places = jnp.where(nth < step.query_len[:, None], places, old.shape[1])
     order = lax.broadcasted_iota(jnp.int32, places.shape, 0)
-    # What is stored was rounded: the same values differ by nothing.
+    # Stored values were rounded: the same values differ by nothing.
     difference = new.astype(old.dtype).astype(jnp.float32) - get_at(old, (order, places)).astype(jnp.float32)
     squared = jnp.sum(difference**2, axis=(-2, -1))
     return set_at(jnp.zeros(old.shape[:2], jnp.float32), (order, places), squared)

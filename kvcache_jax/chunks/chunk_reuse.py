@@ -10,7 +10,7 @@ import numpy as np
 from kvcache_jax.arrays.number_checks import as_integer, finite_number, static_count
 from kvcache_jax.blocks.key_rotation import Rotate
 from kvcache_jax.chunks.chunk_selector import selectors
-from kvcache_jax.chunks.chunk_store import store_of
+from kvcache_jax.chunks.chunk_store import require_store
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import Cache, Step
 from kvcache_jax.decoding.arguments import as_list
@@ -46,7 +46,7 @@ class ChunkReuse:
         and so is a chunk at the beginning of its prompt with any.
       seed: Of a selector that draws, below 2**32.
       observe: The model's first layers, an `Observe` function, for a selector that looks at attention or at
-        deviations. They compute all tokens of chunks again, and what they store stays (CacheBlend).
+        deviations. They compute all tokens of chunks again, and their keys and values stay (CacheBlend).
       observed_layer: The last of these layers, whose keys, values and queries are looked at.
 
     Raises:
@@ -60,7 +60,7 @@ class ChunkReuse:
 
     References:
       EPIC (Hu et al.; arXiv:2410.15332), for chunks that are computed alone, and then in part again.
-      CacheBlend (Yao et al.; arXiv:2405.16444), for the choice by what first layers compute.
+      CacheBlend (Yao et al.; arXiv:2405.16444), for the choice by the keys and values of first layers.
     """
 
     rotate: Rotate | Sequence[Rotate | None] | None
@@ -104,16 +104,7 @@ class ChunkReuse:
 def prompt_spans(call: PromptCall, spans: Any, reuse: Any) -> list[list[Span]]:
     """Checks the chunks of prompts; leaves out those that the cache has no room for, whatever it holds.
 
-    Args:
-      call: The prompts.
-      spans: For each prompt pairs `(start, end)`, in any order.
-      reuse: A `chunks.Reuse`.
-
-    Returns:
-      For each prompt its spans in order.
-
-    Raises:
-      ValueError, TypeError: names got, expected and the fix.
+    `spans` has for each prompt pairs `(start, end)`, in any order; they are returned in order.
     """
     caller, prompts, config = call.caller, call.tokens, call.config
     if call.retention.max_held_len(config, 1) is not None:
@@ -128,11 +119,7 @@ def prompt_spans(call: PromptCall, spans: Any, reuse: Any) -> list[list[Span]]:
         raise ValueError(
             f"observed_layer is {layer}, expected one of the cache's {num_layers} layers, from 0 on"
         )
-    if (store := store_of(config)) is None:
-        raise ValueError(
-            f"{caller} got chunks and a cache without a store of chunks, expected one built with "
-            "CacheConfig(extras=[kv.chunks.Store(num_chunks=..., max_chunk_len=...)])"
-        )
+    store = require_store(caller, config)
     of_prompts = as_list("spans", spans, "spans of each prompt, pairs (start, end)")
     if len(of_prompts) != len(prompts):
         raise ValueError(
@@ -196,7 +183,7 @@ def _within_windows(name: str, spans: list[Span], num_tokens: int, config: Cache
 def _with_room(spans: list[Span], prompt: np.ndarray, config: CacheConfig, num_chunks: int) -> list[Span]:
     """Leaves out the spans of a prompt that do not fit beside it and the others, in order.
 
-    It does not depend on what the cache holds: the rest of it can be evicted, and chunks be forgotten.
+    It does not depend on the contents of the cache: the rest can be evicted, and chunks be forgotten.
     """
     names: set[bytes] = set()
     fitting = []

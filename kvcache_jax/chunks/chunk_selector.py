@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 from kvcache_jax.arrays.masked_updates import get_at
 from kvcache_jax.arrays.number_checks import static_count
 from kvcache_jax.arrays.registry import Registry
-from kvcache_jax.chunks.stored_chunks import Chunks, require_chunks
+from kvcache_jax.chunks.chunk_store import Chunks, require_chunks
 from kvcache_jax.core import arguments
 from kvcache_jax.core.cache_checks import takes_one
 from kvcache_jax.core.state import Cache
@@ -78,21 +78,12 @@ def chunk_selector(name: str, *, needs: Sequence[str] = ()) -> Callable[[Selecto
 
 
 def visible_to(name: str, chunks: ChunkMetadata) -> ChunkMetadata:
-    """Leaves of the optional metadata what the selector needs, and refuses what is missing."""
+    """Leaves the optional metadata that the selector needs, and refuses a missing field."""
     needs = selectors.find(name).needs
     for field in sorted(needs):
         if getattr(chunks, field) is None:
             raise ValueError(f"{field} is None, expected an array: the selector {name!r} needs it")
     return chunks._replace(**dict.fromkeys(selectors.optional - needs))
-
-
-def scores_by(name: str, chunks: ChunkMetadata) -> jax.Array:
-    """Computes a selector's scores, f32[n, S].
-
-    Raises:
-      TypeError: the selector returned something else. What it raises comes with a note that names it.
-    """
-    return selectors.call(name, chunks, chunks.is_token.shape, dtype=jnp.float32)
 
 
 @chunk_selector("attention", needs=["attention"])
@@ -160,16 +151,7 @@ def chunk_metadata(cache: Cache, chunk_ids: Any, starts: Any) -> ChunkMetadata:
     Raises:
       ValueError, TypeError: a cache without a store of chunks, or shapes or dtypes that do not fit.
 
-    Example:
-      >>> import kvcache_jax as kv
-      >>> sizes = dict(num_blocks=8, max_seqs=2, max_seq_len=64, extras=[kv.chunks.Store(3, 40)])
-      >>> cache = kv.init(kv.CacheConfig([kv.FullAttention(1, 8)], **sizes))
-      >>> cache, _ = kv.allocate(cache, [0, 1], [30, 1])
-      >>> cache, _ = kv.extend(cache, [30, 1], max_new=30)
-      >>> cache, stored = kv.chunks.store(cache, [0], [0], [30], [range(30)])
-      >>> chunks = kv.chunks.metadata(cache, [[0, 0]], [[0, 30]])      # of which the first is exact
-      >>> kv.chunks.select_tokens("first", chunks, [2], max_select=3).tolist()
-      [[30, 31, 64]]
+    Example: see `chunks.compose`.
     """
     chunks = require_chunks("chunk_metadata", cache)
     chunk_ids = arguments.saturated("chunk_ids", chunk_ids)
@@ -207,7 +189,7 @@ def select_tokens(selector: str, chunks: ChunkMetadata, num_select: Any, *, max_
     Args:
       selector: A name, "attention", "key deviation", "value deviation", "first",
         "random", "all", "none", or one registered with `chunks.selector`.
-      chunks: What is known of the tokens; `chunks.metadata` says it of rows to compose.
+      chunks: The tokens' metadata; `chunks.metadata` makes it of rows to compose.
       num_select: Tokens to choose, i32[n] per row, or i32[n, K] per chunk; all where there are fewer.
         Infinite scores are chosen beyond it, see `chunks.selector`.
       max_select: Most tokens of a row, the width of the result; of more the highest scores.
@@ -216,8 +198,8 @@ def select_tokens(selector: str, chunks: ChunkMetadata, num_select: Any, *, max_
       i32[n, max_select], places ascending, then `max_seq_len`, as `rewrite` takes them.
 
     Raises:
-      ValueError, TypeError: there is no such selector, it needs what `chunks` has not, or shapes or dtypes do
-        not fit.
+      ValueError, TypeError: there is no such selector, it needs a field that `chunks` lacks, or shapes or
+        dtypes do not fit.
 
     Example:
       >>> import kvcache_jax as kv
@@ -267,7 +249,7 @@ def _checked(chunks: ChunkMetadata) -> ChunkMetadata:
 
 @functools.partial(jax.jit, static_argnames=("selector", "max_select"))
 def _select(chunks: ChunkMetadata, num_select: jax.Array, selector: str, max_select: int) -> jax.Array:
-    scores = scores_by(selector, chunks)
+    scores = selectors.call(selector, chunks, chunks.is_token.shape, dtype=jnp.float32)
     scores = jnp.where(jnp.isnan(scores), jnp.inf, scores)  # where nothing is known it is safe to compute
     may = chunks.is_token & (scores > -jnp.inf)
     row = jnp.zeros_like(chunks.nth_chunk)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,19 +10,26 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvcache_jax.arrays.masked_updates import set_at
-from kvcache_jax.chunks.chunk_reuse import ChunkReuse, Span, prompt_spans
-from kvcache_jax.chunks.chunk_selector import ChunkMetadata, chunk_metadata, num_of_share, select_tokens
+from kvcache_jax.attention.attention_scores import attention_scores
+from kvcache_jax.attention.gather import gather
+from kvcache_jax.chunks.chunk_attention import chunk_attention
+from kvcache_jax.chunks.chunk_reuse import ChunkReuse, Observe, Span, prompt_spans
+from kvcache_jax.chunks.chunk_selector import (
+    ChunkMetadata,
+    chunk_metadata,
+    num_of_share,
+    select_tokens,
+    selectors,
+)
+from kvcache_jax.chunks.chunk_store import chunks_of
 from kvcache_jax.chunks.compose_chunks import compose
-from kvcache_jax.chunks.observed_chunks import observe_chunks
 from kvcache_jax.chunks.store_chunk import find_chunks, store_chunk
-from kvcache_jax.chunks.stored_chunks import chunks_of
 from kvcache_jax.core.donate import donate
 from kvcache_jax.core.state import Cache
 from kvcache_jax.core.status import Status, raise_for_status
-from kvcache_jax.decoding import prompts
 from kvcache_jax.decoding.forward import Forward, width_of
 from kvcache_jax.decoding.prefill import FeedResult, feed, one_call_len
-from kvcache_jax.decoding.prompts import PromptCall, PromptRows
+from kvcache_jax.decoding.prompts import PromptCall, PromptRows, PromptSource
 from kvcache_jax.decoding.sampling import are_numbers
 from kvcache_jax.operations.allocate import allocate
 from kvcache_jax.operations.free import free
@@ -34,26 +41,19 @@ _FEWEST_CHUNKS = 4
 
 
 class _Placed(NamedTuple):
-    """The chunks of one row and their places, in numpy.
+    """The chunks of one row and their places, in numpy."""
 
-    Attributes:
-      chunk_ids: i32[1, K], `num_chunks` for none.
-      starts: i32[1, K], first places.
-      lengths: i32[1, K], tokens, 0 for none.
-      is_composed: bool[max_seq_len], places of their tokens.
-    """
-
-    chunk_ids: np.ndarray
-    starts: np.ndarray
-    lengths: np.ndarray
-    is_composed: np.ndarray
+    chunk_ids: np.ndarray  # i32[1, K], `num_chunks` for none
+    starts: np.ndarray  # i32[1, K], first places
+    lengths: np.ndarray  # i32[1, K], tokens, 0 for none
+    is_composed: np.ndarray  # bool[max_seq_len], places of their tokens
 
 
 class ChunkRows(PromptRows):
     """A call's prompts that are put together from chunks. A prompt without spans is left to ordinary prefill.
 
     A missing chunk is computed alone, at position 0 of an idle row, and nothing beside it. So a prompt's
-    result is its own: it depends neither on what was stored before nor on the other prompts, unless a caller
+    result is its own: it depends neither on chunks stored before nor on the other prompts, unless a caller
     stores chunks otherwise. After composed chunks, none could be stored from a prompt's own row.
 
     `num_reused_tokens` counts the tokens of chunks that were not computed again.
@@ -69,16 +69,9 @@ class ChunkRows(PromptRows):
         return spans[0][0] if spans else super().prefix_len(prompt_id)
 
     def hold(self, cache: Cache, prompt_id: int, row: int) -> tuple[Cache, list[int] | None]:
-        """Finds a prompt's chunks; computes and stores those that are missing.
+        """Finds a prompt's chunks, one per span; computes and stores those that are missing.
 
-        Args:
-          cache: Donated.
-          prompt_id: The prompt.
-          row: An idle row, which is idle again afterwards.
-
-        Returns:
-          The cache, and the chunk of each span, `num_chunks` for one that cannot be computed: its logits hold
-          NaN. None in place of all where blocks are lacking, which other rows hold.
+        One that cannot be computed, for its logits hold NaN, is `num_chunks`.
         """
         prompt, words = self.call.tokens[prompt_id], self.call.namespaces[prompt_id]
         texts = [prompt[start:end] for start, end in self.spans[prompt_id]]
@@ -144,13 +137,7 @@ class ChunkRows(PromptRows):
         """Computes a row that was allocated for a prompt as far as its last chunk, but not its last token.
 
         The tokens before the first chunk are fed, all chunks are composed, and then everything that is
-        to be computed after that is rewritten in order: texts between chunks, and what the selector chose.
-
-        Args:
-          cache: Donated.
-          prompt_id: The prompt.
-          row: Its row.
-          parts: Of `hold`.
+        to be computed after that is rewritten in order: texts between chunks, and tokens that were selected.
         """
         if not any(chunk_id < chunks_of(cache.control).num_chunks for chunk_id in parts):
             return cache
@@ -275,7 +262,7 @@ def _rewrite_donated(
 
 
 @dataclasses.dataclass(frozen=True)
-class Prompts(prompts.Prompts):
+class Prompts(PromptSource):
     """Prompts that are put together from chunks: the `prompts` of `generate`, or the `context` of `score`.
 
     Each passage is computed once, alone, and kept in the cache's `Store`. A chunk that never finds room
@@ -302,3 +289,78 @@ class Prompts(prompts.Prompts):
           ValueError, TypeError: spans that are none, or a cache without a store of chunks.
         """
         return ChunkRows(call, prompt_spans(call, self.spans, self.reuse), self.reuse)
+
+
+def observe_chunks(
+    reuse: ChunkReuse,
+    params: Any,
+    cache: Cache,
+    row: int,
+    pieces: Iterable[tuple[np.ndarray, np.ndarray]],
+    starts: np.ndarray,
+    lengths: np.ndarray,
+) -> tuple[Cache, dict[str, jax.Array]]:
+    """Computes composed tokens through a model's first layers, whose keys and values are right from then on.
+
+    `pieces` are tokens i32[1, T] and their places i32[1, T], all of the row that are not right, in order;
+    `starts` and `lengths` i32[1, K] are the places of its chunks. Returns fields of `chunks.Metadata` by
+    name, f32[1, max_seq_len] each: deviations of the last layer's keys and values, and, if the selector asks
+    for it, the attention that tokens give there to the tokens before their chunk.
+    """
+    observe, layer = reuse.observe, reuse.observed_layer
+    assert observe is not None
+    with_attention = "attention" in selectors.find(reuse.selector).needs
+    before = gather(cache, row, layer)[:2]
+    found, outcomes = {}, []
+    if with_attention:
+        found["attention"] = jnp.zeros((1, cache.config.max_seq_len), jnp.float32)
+    for tokens, indices in pieces:
+        cache, outside, status = _observe_piece(
+            observe, params, cache, np.array([row]), tokens, indices, starts, lengths, layer, with_attention
+        )
+        outcomes.append(status)
+        if with_attention:
+            found["attention"] += outside
+    for status in outcomes:
+        raise_for_status(status, "observing chunks")
+    after = gather(cache, row, layer)[:2]
+    for name, old, new in zip(("k_deviation", "v_deviation"), before, after, strict=True):
+        found[name] = _deviation(old, new)
+    return cache, found
+
+
+@functools.partial(jax.jit, static_argnames=("observe", "layer", "with_attention"), donate_argnames="cache")
+def _observe_piece(
+    observe: Observe,
+    params: Any,
+    cache: Cache,
+    rows: jax.Array,
+    tokens: jax.Array,
+    indices: jax.Array,
+    starts: jax.Array,
+    lengths: jax.Array,
+    layer: int,
+    with_attention: bool,
+) -> tuple[Cache, jax.Array, jax.Array]:
+    """Computes one piece; returns also f32[1, max_seq_len], attention to earlier tokens, and the status."""
+    cache, step = rewrite(cache, rows, indices)
+    queries, cache = _checked(observe(params, tokens, cache, step))
+    if not with_attention:
+        return cache, jnp.zeros((1, cache.config.max_seq_len), jnp.float32), step.status
+    scores = attention_scores(cache, layer, queries, step)
+    return cache, chunk_attention(scores, indices, starts, lengths), step.status
+
+
+def _checked(result: Any) -> tuple[jax.Array, Cache]:
+    is_pair = isinstance(result, tuple) and len(result) == 2
+    if not (is_pair and isinstance(result[0], jax.Array) and isinstance(result[1], Cache)):
+        kind = ", ".join(type(part).__name__ for part in result) if is_pair else type(result).__name__
+        raise TypeError(f"observe returned ({kind}), expected (queries, cache)")
+    return result
+
+
+@jax.jit
+def _deviation(old: jax.Array, new: jax.Array) -> jax.Array:
+    """Sums squared differences of keys or values [max_seq_len, heads, features], f32[1, max_seq_len]."""
+    difference = new.astype(jnp.float32) - old.astype(jnp.float32)
+    return jnp.sum(difference**2, axis=(1, 2))[None]

@@ -12,7 +12,7 @@ from kvcache_jax.arrays.masked_updates import any_of, get_at, num_true, quotient
 from kvcache_jax.arrays.sharding import as_varied
 from kvcache_jax.blocks import block_pool, storage
 from kvcache_jax.blocks.moves import SpanMoves, move_spans
-from kvcache_jax.chunks.stored_chunks import Chunks, StoredChunks, chunks_of, require_chunks, with_chunks
+from kvcache_jax.chunks.chunk_store import Chunks, StoredChunks, chunks_of, require_chunks, with_chunks
 from kvcache_jax.core import arguments, token_arguments
 from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.cache_checks import takes_one
@@ -50,7 +50,7 @@ def store_chunk(
     Returns:
       The cache and `chunks.Stored` with `status`: BAD_LENGTH (no token, more than `max_chunk_len` or `tokens`
       have, outside the row, or after tokens that were composed or dropped, whose keys are not the original
-      ones), WINDOW_LOST (a window released what the token after the span reads of it), OUT_OF_CHUNKS,
+      ones), WINDOW_LOST (a window released tokens of it that the token after the span reads), OUT_OF_CHUNKS,
       OUT_OF_BLOCKS, SEQ_NOT_ACTIVE, SKIPPED, BAD_SEQ_ID.
 
     Raises:
@@ -65,6 +65,10 @@ def store_chunk(
       >>> cache, stored = kv.chunks.store(cache, [0], [10], [30], [range(30)])
       >>> stored.chunk_ids.tolist(), int(kv.stats(cache).num_blocks_shared)
       ([0], 1)
+      >>> cache, _ = kv.chunks.store(cache, [0], [0], [8], [range(8)])
+      >>> cache, num_evicted = kv.chunks.evict(cache, 2)  # one place of three is empty
+      >>> int(num_evicted), kv.chunks.find(cache, [range(30)], [30]).tolist()
+      (1, [3])
 
     References:
       Cache-Craft (Agarwal et al.; arXiv:2502.15734), for chunks that are kept to be used at any position.
@@ -88,40 +92,24 @@ def padded_name(tokens: arguments.Array, chunks: Chunks) -> jax.Array:
     return jnp.pad(tokens, [(0, 0), (0, num_more)], constant_values=0)
 
 
-class _Plan(NamedTuple):
-    """The entries of a call.
-
-    Attributes:
-      stored: StoredChunks, the result.
-      new_ids: i32[n], chunks to store, else nowhere.
-      tokens: i32[n, max_chunk_len], the names.
-      namespace: u32[n, 4].
-      columns: _Columns of each group.
-    """
+class _StorePlan(NamedTuple):
+    """The entries of a call."""
 
     stored: StoredChunks
-    new_ids: jax.Array
-    tokens: jax.Array
-    namespace: jax.Array
-    columns: list["_Columns"]
+    new_ids: jax.Array  # i32[n], chunks to store, else nowhere
+    tokens: jax.Array  # i32[n, max_chunk_len], the names
+    namespace: jax.Array  # u32[n, 4]
+    columns: list["_Columns"]  # of each group
 
 
 class _Columns(NamedTuple):
-    """The blocks of spans in one layer group.
+    """The blocks of spans in one layer group."""
 
-    Attributes:
-      first: i32[n], the row's first column with a token of the span.
-      entries: i32[n, C], the row's blocks from there on.
-      is_shared: bool[n, C], the chunk holds the row's block.
-      is_copied: bool[n, C], it holds a block of its own with the tokens of the span.
-      is_lost: bool[n], a window released what the token after the span reads of it.
-    """
-
-    first: jax.Array
-    entries: jax.Array
-    is_shared: jax.Array
-    is_copied: jax.Array
-    is_lost: jax.Array
+    first: jax.Array  # i32[n], the row's first column with a token of the span
+    entries: jax.Array  # i32[n, C], the row's blocks from there on
+    is_shared: jax.Array  # bool[n, C], the chunk holds the row's block
+    is_copied: jax.Array  # bool[n, C], it holds a block of its own with the tokens of the span
+    is_lost: jax.Array  # bool[n], a window released tokens of it that the token after the span reads
 
 
 @functools.partial(jax.jit, static_argnames="max_len")
@@ -176,7 +164,7 @@ def _plan(
     tokens: jax.Array,
     max_len: int,
     config: CacheConfig,
-) -> _Plan:
+) -> _StorePlan:
     """Decides which chunks are stored, in entry order where blocks or places are scarce."""
     chunks = chunks_of(control)
     columns = [
@@ -219,7 +207,7 @@ def _plan(
     status = jnp.where(is_new, get_at(outcome, leader), status)
     chunk_ids = jnp.where(is_new, get_at(new_ids, leader), found)
     chunk_ids = jnp.where(status == Status.OK, chunk_ids, chunks.num_chunks)
-    return _Plan(StoredChunks(status=status, chunk_ids=chunk_ids), new_ids, tokens, namespace, columns)
+    return _StorePlan(StoredChunks(status=status, chunk_ids=chunk_ids), new_ids, tokens, namespace, columns)
 
 
 def _checked(

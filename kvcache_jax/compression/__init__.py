@@ -1,7 +1,6 @@
 """Fewer tokens per row: drop, compress, the scores that choose, streaming."""
 
 from kvcache_jax.compression.compress_rows import compress
-from kvcache_jax.compression.drop_blocks import drop_to_utilization
 from kvcache_jax.compression.drop_tokens import drop
 from kvcache_jax.compression.dropping import Dropping
 from kvcache_jax.compression.scorers import (
@@ -11,7 +10,7 @@ from kvcache_jax.compression.scorers import (
     token_scorer,
     token_scores,
 )
-from kvcache_jax.compression.streaming import Streaming
+from kvcache_jax.compression.streaming import Streaming, drop_to_utilization
 
 __all__ = [
     "Dropping",

@@ -5,23 +5,24 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.typing import ArrayLike
 
 from kvcache_jax.arrays.masked_updates import get_at, min_at, quotient, set_at
 from kvcache_jax.arrays.sharding import as_varied
-from kvcache_jax.blocks import storage
+from kvcache_jax.blocks import block_pool, storage
 from kvcache_jax.blocks.moves import TokenMoves, move_tokens
-from kvcache_jax.compression import kept_tokens
 from kvcache_jax.compression.dropping import reads_rotated, require_dropping
-from kvcache_jax.compression.kept_tokens import Kept, MovedColumns
 from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.cache_checks import takes_one
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.holes import Holes
-from kvcache_jax.core.state import Cache, Control
+from kvcache_jax.core.state import BlockPool, Cache, Control
 from kvcache_jax.core.status import Status, first_failure
-from kvcache_jax.operations.exchange import carry_out, decide
+from kvcache_jax.layers.layer_group import LayerGroup
+from kvcache_jax.operations.exchange import Exchange, carry_out, decide
 from kvcache_jax.operations.rows import check_ids
 
 
@@ -34,7 +35,7 @@ def compress(
 
     The tokens kept move to the front of the row, in their order; new ones follow at the positions of the text
     as if nothing had happened. Nothing is attended to differently: a token that is kept has its position in
-    its key. Scores may differ by layer and head, and so may what is kept, as many tokens in each.
+    its key. Scores may differ by layer and head, and so may the tokens kept, as many in each.
 
     Tokens move within blocks that the row alone holds. Where it has too few of them, for its blocks are
     shared or published, it takes others; no other row's blocks change. A row that was compressed publishes no
@@ -49,7 +50,7 @@ def compress(
       seq_ids: i32[n], active rows, each at most once.
       scores: f32[n, max_seq_len]; or `[n, layers, max_seq_len]`, or `[n, layers, heads, max_seq_len]`, of the
         layers `cache.config.own_layers` in this order. Of equal scores the earlier token's counts more; NaN
-        counts least. What the row does not hold may have any score.
+        counts least. Places without a token may have any score.
       num_keep: i32[n], tokens to keep; as many as the row shows change nothing. Where layers are in several
         groups also i32[n, layers], the same in all layers of a group.
 
@@ -75,7 +76,7 @@ def compress(
       [60]
 
     References:
-      SnapKV (Li et al.; arXiv:2404.14469) and H2O (Zhang et al.; arXiv:2306.14048), for what to keep.
+      SnapKV (Li et al.; arXiv:2404.14469) and H2O (Zhang et al.; arXiv:2306.14048), for scores.
     """
     config = cache.config
     _require_compressible(config)
@@ -133,24 +134,30 @@ def _checked_scores(cache: Cache, scores: ArrayLike, num_rows: int) -> arguments
     return scores
 
 
-class _Plan(NamedTuple):
-    """The rows of a call and what becomes of them; dicts are by layer group.
+class _Kept(NamedTuple):
+    """The tokens that rows of one layer group keep."""
 
-    Attributes:
-      status: i32[n].
-      rows: i32[n], rows that are compressed, else nowhere.
-      new_len: i32[n], places of the row afterwards.
-      same_len: i32[n], first tokens, whose blocks stay as they are.
-      kept: What each group keeps.
-      columns: Its columns.
-    """
+    sources: jax.Array  # as in `TokenMoves`
+    first: jax.Array  # i32[n], first place with a token
+    same_len: jax.Array  # i32[n], first tokens, which stay where they are, in all layers and heads
 
-    status: jax.Array
-    rows: jax.Array
-    new_len: jax.Array
-    same_len: jax.Array
-    kept: dict[int, Kept]
-    columns: dict[int, MovedColumns]
+
+class _MovedColumns(NamedTuple):
+    """The columns of rows of one layer group, `[n, C]`."""
+
+    exchange: Exchange  # blocks that the row takes and releases
+    reused: jax.Array  # i32, the row's own blocks that get moved tokens, in their new columns, or nowhere
+
+
+class _CompressPlan(NamedTuple):
+    """The rows of a call, and those that are compressed; dicts are by layer group."""
+
+    status: jax.Array  # i32[n]
+    rows: jax.Array  # i32[n], rows that are compressed, else nowhere
+    new_len: jax.Array  # i32[n], places of the row afterwards
+    same_len: jax.Array  # i32[n], first tokens, whose blocks stay as they are
+    kept: dict[int, _Kept]
+    columns: dict[int, _MovedColumns]
 
 
 @jax.jit
@@ -172,14 +179,14 @@ def _compress(
 
 def _plan(
     control: Control, seq_ids: jax.Array, scores: jax.Array, num_keep: jax.Array, config: CacheConfig
-) -> _Plan:
-    """Decides what rows keep and which of them are compressed, in entry order where blocks are scarce."""
+) -> _CompressPlan:
+    """Decides which tokens rows keep, and which rows, in entry order, there are blocks for."""
     assert control.holes is not None
     holes, context_len = control.holes.of_rows(seq_ids), get_at(control.context_len, seq_ids, 0)
     groups, counts = config.row_groups, {}
     is_bad, is_same = jnp.zeros_like(seq_ids, bool), jnp.ones_like(seq_ids, bool)
     for g, group in groups.items():
-        count, is_uneven = kept_tokens.counts_of(num_keep, group, config)
+        count, is_uneven = _counts_of(num_keep, group, config)
         num_shown = context_len - holes.num_hidden - holes.first[:, g]
         is_bad |= (count < max(group.span.num_sink_tokens, 1)) | (count > num_shown) | is_uneven
         is_same &= count == num_shown
@@ -195,21 +202,21 @@ def _plan(
 
     new_len, kept = jnp.max(jnp.stack([*counts.values()]), axis=0), {}
     for g, group in groups.items():
-        of_group = kept_tokens.scores_of(scores, group, config)
-        kept[g] = kept_tokens.keep(of_group, context_len, holes.of_group(g), counts[g], new_len, group)
+        of_group = _scores_of(scores, group, config)
+        kept[g] = _keep(of_group, context_len, holes.of_group(g), counts[g], new_len, group)
     same_len = jnp.min(jnp.stack([of_group.same_len for of_group in kept.values()]), axis=0)
     same_len = quotient(same_len, config.drop_unit) * config.drop_unit
     lens = context_len, new_len, same_len
     columns = {
-        g: kept_tokens.moved_columns_of(control.block_pools[g], group, seq_ids, kept[g].first, *lens)
+        g: _moved_columns_of(control.block_pools[g], group, seq_ids, kept[g].first, *lens)
         for g, group in groups.items()
     }
     needs = {g: of_group.exchange.need for g, of_group in columns.items()}
     ok, status = decide(control, needs, wants, status)
-    return _Plan(status, jnp.where(ok, seq_ids, control.max_seqs), new_len, same_len, kept, columns)
+    return _CompressPlan(status, jnp.where(ok, seq_ids, control.max_seqs), new_len, same_len, kept, columns)
 
 
-def _note(control: Control, seq_ids: jax.Array, plan: _Plan, config: CacheConfig) -> Control:
+def _note(control: Control, seq_ids: jax.Array, plan: _CompressPlan, config: CacheConfig) -> Control:
     """Records the lengths of the rows, and which tokens are no prefix any more."""
     assert control.holes is not None
     holes, context_len = control.holes.of_rows(seq_ids), get_at(control.context_len, seq_ids, 0)
@@ -232,3 +239,104 @@ def _note(control: Control, seq_ids: jax.Array, plan: _Plan, config: CacheConfig
         holes=control.holes.with_rows(plan.rows, new_holes),
     )
     return config.hooks.move(control, plan.rows, prefix_len)
+
+
+def _counts_of(num_keep: jax.Array, group: LayerGroup, config: CacheConfig) -> tuple[jax.Array, jax.Array]:
+    """Reads how many tokens a group keeps, i32[n], and in which rows its layers differ, bool[n]."""
+    if num_keep.ndim == 1:
+        return num_keep, jnp.zeros_like(num_keep, bool)
+    of_layers = num_keep[:, np.array([config.own_layers.index(layer) for layer in group.layer_ids])]
+    return of_layers[:, 0], (of_layers != of_layers[:, :1]).any(axis=1)
+
+
+def _scores_of(scores: jax.Array, group: LayerGroup, config: CacheConfig) -> jax.Array:
+    """Reads a group's scores, `[n, layers, heads, max_seq_len]`, 1 layer or head where they are all's."""
+    if scores.ndim > 2:
+        scores = scores[:, np.array([config.own_layers.index(layer) for layer in group.layer_ids])]
+    num_middle = scores.ndim - 2
+    shape = scores.shape[0], *scores.shape[1:-1], *[1] * (2 - num_middle), scores.shape[-1]
+    return scores.reshape(shape)
+
+
+def _keep(
+    scores: jax.Array,
+    context_len: jax.Array,
+    holes: Holes,
+    num_keep: jax.Array,
+    new_len: jax.Array,
+    group: LayerGroup,
+) -> _Kept:
+    """Chooses the tokens that rows keep in a layer group, the last of them at place `new_len - 1`.
+
+    `scores` is f32[n, layers, heads, max_seq_len], `holes` of the rows and the group, all else i32[n].
+    """
+    shape, width = scores.shape, group.max_blocks_per_seq * group.block_size
+    num_keep, first = num_keep[:, None, None, None], new_len - num_keep
+    places = lax.broadcasted_iota(jnp.int32, shape, 3)
+    row_places = places[:, 0, 0]
+    is_shown = (row_places < context_len[:, None]) & ~holes.is_hidden(row_places)
+    scores = jnp.where(places < group.span.num_sink_tokens, jnp.inf, scores)
+    is_less = jnp.broadcast_to(~is_shown[:, None, None], shape).astype(jnp.int32)
+    # Visible tokens first, then by score, then by place; NaN sorts after all numbers, so it is kept last.
+    *_, best = lax.sort((is_less, -scores, places), num_keys=3)
+    chosen = jnp.sort(jnp.where(places < num_keep, best, width), axis=-1)  # `places` are ranks here
+
+    target = lax.broadcasted_iota(jnp.int32, (*shape[:3], width), 3)
+    nth = target - first[:, None, None, None]
+    is_kept = (nth >= 0) & (nth < num_keep)
+    found = jnp.take_along_axis(chosen, jnp.clip(nth, 0, shape[3] - 1), axis=-1)
+    sources = jnp.where(is_kept, found, width)
+    # _Kept places ascend, so the tokens that stay in their places are the first ones.
+    same_len = jnp.min(jnp.sum(sources == target, axis=-1, dtype=jnp.int32), axis=(1, 2))
+    return _Kept(sources, first, jnp.where(first + holes.first == 0, same_len, 0))
+
+
+def _moved_columns_of(
+    pool: BlockPool,
+    group: LayerGroup,
+    seq_ids: jax.Array,
+    first: jax.Array,
+    context_len: jax.Array,
+    new_len: jax.Array,
+    same_len: jax.Array,
+) -> _MovedColumns:
+    """Finds the columns of rows i32[n] that are written, and the blocks that may be.
+
+    The blocks of the first `same_len` of `context_len` tokens stay; afterwards the row has `new_len` places,
+    with tokens from `first` on; i32[n] all.
+    """
+    entries = get_at(pool.block_table, seq_ids, pool.num_blocks)
+    num_before, num_after = group.num_columns(context_len), group.num_columns(new_len)
+    columns, order = (lax.broadcasted_iota(jnp.int32, entries.shape, axis) for axis in (1, 0))
+    num_same = quotient(same_len, group.block_size)
+    first_written = jnp.maximum(num_same, quotient(first, group.block_size))
+    num_same, num_before, num_after = (x[:, None] for x in (num_same, num_before, num_after))
+    is_replaced = (columns >= num_same) & (columns < num_before)
+    is_own = (block_pool.ref_counts(pool, entries) == 1) & ~block_pool.is_published(pool, entries)
+    is_own &= is_replaced
+    is_written = (columns >= first_written[:, None]) & (columns < num_after)
+
+    nowhere, nth_own, nth_written = pool.num_blocks, _ranked(is_own), _ranked(is_written)
+    own = set_at(jnp.full_like(entries, nowhere), (order, nth_own), entries)  # one after the other
+    reused = jnp.where(is_written, get_at(own, (order, nth_written), nowhere), nowhere)
+    num_written = jnp.sum(is_written, axis=1, dtype=jnp.int32)[:, None]
+    # Blocks reserved after the tokens stay the row's.
+    reserved = get_at(entries, (order, columns + num_before - num_after), nowhere)
+
+    def table(new: jax.Array) -> jax.Array:
+        written = jnp.where(columns < num_after, jnp.minimum(reused, new), reserved)
+        return jnp.where(columns < num_same, entries, written)
+
+    exchange = Exchange(
+        entries,
+        is_taken=is_written & (reused == nowhere),
+        is_released=is_replaced & ~(is_own & (nth_own < num_written)),
+        table=table,
+    )
+    return _MovedColumns(exchange, reused)
+
+
+def _ranked(mask: jax.Array) -> jax.Array:
+    """Counts the true entries before each true one in its row, i32 like `mask`; past the end for others."""
+    before = jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1
+    return jnp.where(mask, before, mask.shape[1])

@@ -8,18 +8,17 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kvcache_jax.arrays.masked_updates import get_at, quotient, read_first, set_at
+from kvcache_jax.arrays.masked_updates import get_at, quotient, read_first, remainder, set_at
 from kvcache_jax.arrays.sharding import as_varied
 from kvcache_jax.blocks import block_pool, storage
 from kvcache_jax.blocks.key_rotation import Rotate, rotations_of_groups
-from kvcache_jax.blocks.moves import move_spans
+from kvcache_jax.blocks.moves import SpanMoves, move_spans
 from kvcache_jax.compression.dropping import (
     keep_first,
     original_sinks,
     require_dropping,
     with_original_sinks,
 )
-from kvcache_jax.compression.sinks import rotate_sinks, sink_columns
 from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.cache_checks import takes_one
@@ -28,7 +27,7 @@ from kvcache_jax.core.holes import Holes
 from kvcache_jax.core.state import BlockPool, Cache, Control
 from kvcache_jax.core.status import Status, first_failure
 from kvcache_jax.layers.layer_group import LayerGroup
-from kvcache_jax.operations.exchange import carry_out, decide
+from kvcache_jax.operations.exchange import Exchange, carry_out, decide
 from kvcache_jax.operations.rows import check_ids, num_blocks_for, on_rows
 
 TEXT, CACHE = "text", "cache"
@@ -130,29 +129,30 @@ def drop_rows(
     return _without_tokens(control, plan, config), plan.status
 
 
-class _Plan(NamedTuple):
-    """Rows and the tokens that they drop, i32[n].
+class _SinkColumns(NamedTuple):
+    """The columns of rows of one layer group that hold sinks, `[n, C]`."""
 
-    Attributes:
-      status: See `Status`.
-      rows: Rows that drop something, else `max_seqs`.
-      holes: Holes of the rows afterwards.
-      context_len: Tokens of the rows before.
-      first_gone: First place whose block is released.
-      num_gone: Places of blocks that are released.
-    """
+    read: jax.Array  # i32, the blocks that the row reads
+    original: jax.Array  # i32, blocks with the original keys, which the row may read so far
+    # The rotated keys need a block where the sinks move for the first time, or where others read theirs,
+    # which the row then releases; original blocks are held on.
+    exchange: Exchange
+
+
+class _DropPlan(NamedTuple):
+    """Rows and the tokens that they drop, i32[n]."""
 
     status: jax.Array
-    rows: jax.Array
-    holes: Holes
-    context_len: jax.Array
-    first_gone: jax.Array
-    num_gone: jax.Array
+    rows: jax.Array  # rows that drop something, else `max_seqs`
+    holes: Holes  # of the rows afterwards
+    context_len: jax.Array  # before
+    first_gone: jax.Array  # first place whose block is released
+    num_gone: jax.Array  # places of blocks that are released
 
 
 def _plan(
     control: Control, seq_ids: jax.Array, start: jax.Array, length: jax.Array, config: CacheConfig
-) -> _Plan:
+) -> _DropPlan:
     """Decides which tokens rows drop, of i32[n] all."""
     assert control.holes is not None
     before = control.holes.of_rows(seq_ids)
@@ -185,11 +185,11 @@ def _plan(
     holes = dataclasses.replace(
         before, start=first, num_hidden=end - first - num_gone, num_dropped=before.num_dropped + num_gone
     )
-    return _Plan(status, rows, holes, context_len, first_gone, num_gone)
+    return _DropPlan(status, rows, holes, context_len, first_gone, num_gone)
 
 
-def _without_tokens(control: Control, plan: _Plan, config: CacheConfig) -> Control:
-    """Carries a plan out: releases its blocks, and records what rows dropped."""
+def _without_tokens(control: Control, plan: _DropPlan, config: CacheConfig) -> Control:
+    """Carries a plan out: releases its blocks, and records the tokens that rows dropped."""
     assert control.holes is not None
     pools = list(control.block_pools)
     for g, group in config.row_groups.items():
@@ -227,7 +227,7 @@ def _drop_and_rotate(
     assert sinks is not None
     block_ids = list(sinks.block_ids)
     columns = {
-        g: sink_columns(control.block_pools[g], block_ids[g], group, seq_ids, num_sinks)
+        g: _sink_columns(control.block_pools[g], block_ids[g], group, seq_ids, num_sinks)
         for g, group in groups.items()
     }
     exchanges = {g: found.exchange for g, found in columns.items()}
@@ -240,7 +240,7 @@ def _drop_and_rotate(
     distance = plan.holes.num_hidden + plan.holes.num_dropped
     lens = num_sinks, plan.context_len, distance
     for g, group in groups.items():
-        block_ids[g], moves = rotate_sinks(block_ids[g], group, plan.rows, columns[g], new[g], *lens)
+        block_ids[g], moves = _rotate_sinks(block_ids[g], group, plan.rows, columns[g], new[g], *lens)
         if cache.pools:
             cache = storage.with_pool(cache, g, move_spans(cache.pools[g], group, moves, rotations[g]))
     control = with_original_sinks(control, control.block_pools, tuple(block_ids))
@@ -259,6 +259,60 @@ def _without_columns(
     kept = get_at(pool.block_table, (rows[:, None], source), pool.num_blocks)
     is_gone = (columns >= first) & (columns < first + length)
     pool = block_pool.release(pool, jnp.where(is_gone, entries, pool.num_blocks)[:, ::-1])
-    # Read as a whole before it is written: XLA would shift the rows in place, over what it has yet to read.
+    # Read as a whole before it is written: XLA would shift rows in place, over columns it has yet to read.
     kept, table = read_first(kept, pool.block_table)
     return dataclasses.replace(pool, block_table=set_at(table, rows, kept))
+
+
+def _sink_columns(
+    pool: BlockPool, block_ids: jax.Array, group: LayerGroup, seq_ids: jax.Array, num_sinks: jax.Array
+) -> _SinkColumns:
+    """Finds the columns of the first `num_sinks` tokens of rows, i32[n] both.
+
+    `block_ids` i32[max_seqs, C] are the original blocks of the group.
+    """
+    columns = jnp.arange(block_ids.shape[1], dtype=jnp.int32)[None]
+    entries = read = get_at(pool.block_table, (seq_ids[:, None], columns), pool.num_blocks)
+    kept = get_at(block_ids, seq_ids, pool.num_blocks)
+    is_sink = (columns * group.block_size < num_sinks[:, None]) & (read < pool.num_blocks)
+    # The first move keeps the row's block as the original, and writes into another. Later moves overwrite
+    # the rotated copy, unless a fork reads it too.
+    is_first = is_sink & (kept == pool.num_blocks)
+    is_taken = is_first | (is_sink & (block_pool.ref_counts(pool, read) != 1))
+    return _SinkColumns(
+        read=jnp.where(is_sink, read, pool.num_blocks),
+        original=jnp.where(is_first, read, jnp.where(is_sink, kept, pool.num_blocks)),
+        exchange=Exchange(entries, is_taken, is_released=is_taken & ~is_first),
+    )
+
+
+def _rotate_sinks(
+    block_ids: jax.Array,
+    group: LayerGroup,
+    rows: jax.Array,
+    found: _SinkColumns,
+    new: jax.Array,
+    num_sinks: jax.Array,
+    num_tokens: jax.Array,
+    distance: jax.Array,
+) -> tuple[jax.Array, SpanMoves]:
+    """Lists the keys of sinks that move into blocks of the rows' own; returns the original blocks, too.
+
+    The keys of the first `num_sinks` i32[n] of `num_tokens` i32[n] tokens move by `distance` i32[n] positions
+    from where they were computed, some into blocks `new` i32[n, C] that `rows` took. An entry without row has
+    `max_seqs` there, and anything in `found`.
+    """
+    nowhere, is_row = group.num_blocks, (rows < block_ids.shape[0])[:, None]
+    columns = jnp.arange(found.read.shape[1], dtype=jnp.int32)[None]
+    destination = jnp.where(is_row, jnp.where(found.exchange.is_taken, new, found.read), nowhere)
+    sink_rows = jnp.where(found.original < nowhere, rows[:, None], block_ids.shape[0])
+    block_ids = set_at(block_ids, (sink_rows, columns), found.original)
+
+    # Each move starts from the original keys, so rounding does not add up. Tokens of the same block after the
+    # sinks are copied from the block that the row reads: the original may lack those that came later.
+    places = jnp.arange(found.read.shape[1] * group.block_size, dtype=jnp.int32)[None]
+    moves = places < num_sinks[:, None]
+    original, read = (jnp.repeat(ids, group.block_size, axis=1) for ids in (found.original, found.read))
+    blocks = jnp.where(moves, original, jnp.where(places < num_tokens[:, None], read, nowhere))
+    offsets = jnp.broadcast_to(remainder(places, group.block_size), blocks.shape)
+    return block_ids, SpanMoves(blocks, offsets, jnp.where(moves, distance[:, None], 0), destination)

@@ -27,13 +27,10 @@ from kvcache_jax.layers.span import ceil_div
 
 @pytree_dataclass()
 class OriginalSinks:
-    """The blocks with original keys of sinks that were rotated.
+    """The blocks with original keys of sinks that were rotated."""
 
-    Attributes:
-      block_ids: per group i32[max_seqs, columns], nowhere where the row reads what was written; a group of
-        sources has no columns.
-    """
-
+    # Per group i32[max_seqs, columns], nowhere where the row reads the original keys; a group of sources
+    # has no columns.
     block_ids: tuple[jax.Array, ...]
 
 
@@ -134,7 +131,7 @@ class Dropping(Extra):
         return jnp.where(reads_rotated(control, seq_ids), 0, length)
 
     def is_fixed(self, control: Control, seq_ids: jax.Array, places: jax.Array) -> jax.Array:
-        """Masks sinks whose keys are rotated: what is written there would not be an original."""
+        """Masks sinks whose keys are rotated: a key written there would not be an original."""
         assert control.holes is not None
         starts = control.holes.of_rows(seq_ids).start
         return reads_rotated(control, seq_ids)[:, None] & (places < starts[:, None])
@@ -166,7 +163,7 @@ class Dropping(Extra):
 
 
 def require_dropping(operation: str, config: CacheConfig) -> Dropping:
-    """Refuses a cache whose rows cannot drop tokens, and returns what lets them."""
+    """Refuses a cache whose rows cannot drop tokens, and returns the extra that lets them."""
     for extra in config.extras:
         if isinstance(extra, Dropping):
             return extra

@@ -96,11 +96,7 @@ def token_scorer(
 
 
 def scores_by(name: str, tokens: TokenMetadata) -> jax.Array:
-    """Computes a scorer's scores, f32[n, num_kv_heads, S]; the same for all heads where it gives one.
-
-    Raises:
-      TypeError: the scorer returned something else. What it raises comes with a note that names it.
-    """
+    """Computes a scorer's scores, f32[n, num_kv_heads, S]; the same for all heads where it gives one."""
     num_rows, num_places = tokens.is_token.shape
     shape = num_rows, tokens.num_kv_heads, num_places
     scores = scorers.call(name, tokens, (num_rows, num_places), shape, dtype=jnp.float32)
@@ -135,7 +131,7 @@ def future_queries(
     def average(position: jax.Array) -> jax.Array:
         positions = position + jnp.arange(num_future, dtype=jnp.int32)
         turned = rotate(jnp.broadcast_to(unit, (num_future, *unit.shape)), positions)
-        return turned.mean(axis=0).astype(jnp.float32)  # its rows are what becomes of the axes
+        return turned.mean(axis=0).astype(jnp.float32)  # its rows are the rotated axes
 
     matrix = jax.vmap(average)(next_position)
     mean = jnp.einsum("nhd,nde->nhe", mean, matrix, precision="highest")
@@ -179,7 +175,7 @@ _WINDOW, _POOL, _SINKS = 64, 5, 4
 
 @token_scorer("snapkv", needs=["attention"], num_last=_WINDOW)
 def _snapkv(tokens: TokenMetadata) -> jax.Array:
-    """Scores by what the last tokens look at, and keeps those (SnapKV, Li et al., arXiv:2404.14469)."""
+    """Scores by the attention of the last tokens, and keeps these (SnapKV, Li et al., arXiv:2404.14469)."""
     is_last = tokens.is_last(tokens.num_queries)
     received = jnp.where(is_last, 0, _received(tokens) / _float(tokens.num_queries)[:, None, None])
     padded = jnp.pad(received, [(0, 0), (0, 0), (_POOL // 2, _POOL // 2)])
@@ -276,7 +272,7 @@ def token_scores(
     queries: tuple[jax.Array, jax.Array] | None = None,
     **options: Any,
 ) -> jax.Array:
-    """Computes what each token of the step's rows is worth in a layer, for `compress`.
+    """Scores each token of the step's rows in a layer, for `compress`.
 
     Args:
       cache: Not changed; the step's keys and values are written.
@@ -294,7 +290,7 @@ def token_scores(
       f32[n, num_kv_heads, max_seq_len]; at places without a token any number.
 
     Raises:
-      ValueError, TypeError: there is no such scorer, or it needs what was not given.
+      ValueError, TypeError: there is no such scorer, or it needs an argument that was not given.
 
     Example:
       >>> import jax.numpy as jnp, kvcache_jax as kv

@@ -1,6 +1,6 @@
-"""Checks and conversions of what callers pass in; every refusal names got, expected and the fix.
+"""Checks and conversions of callers' arguments; every refusal names got, expected and the fix.
 
-What comes from the host stays in numpy, for it goes to the device with the call of the operation's program:
+Values from the host stay in numpy, for they go to the device with the call of the operation's program:
 making arrays of it here would be a program each, and checks that look at values would wait for a device.
 """
 
@@ -15,7 +15,7 @@ from jax.core import Tracer
 from jax.custom_batching import custom_vmap
 from jax.typing import ArrayLike
 
-from kvcache_jax.arrays.number_checks import as_integer
+from kvcache_jax.arrays.number_checks import as_integer, finite_number
 from kvcache_jax.arrays.sharding import axis_of_types, check_split
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import Cache, KVPool, Step
@@ -29,17 +29,11 @@ Layer = int | jax.Array | tuple[int, int | jax.Array]
 
 
 class Place(NamedTuple):
-    """A layer's keys and values in a cache.
-
-    Attributes:
-      group_id: Layer group.
-      layer: i32[], index in the group.
-      pool: The group's keys and values.
-    """
+    """A layer's keys and values in a cache."""
 
     group_id: int
-    layer: jax.Array | np.int32
-    pool: KVPool
+    layer: jax.Array | np.int32  # i32[], index in the group
+    pool: KVPool  # of the group
 
 
 Array = jax.Array | np.ndarray
@@ -72,6 +66,22 @@ def priorities(values: Any, num_rows: int) -> Array:
         if not INT32.min <= value <= INT32.max:
             raise ValueError(f"priority is {value}, expected {INT32.min} to {INT32.max}")
     return column
+
+
+def hashable_id[T](name: str, value: T) -> T:
+    """Refuses an id by which nothing could be found again."""
+    try:
+        hash(value)
+    except TypeError as error:
+        raise TypeError(
+            f"{name} is {value!r} ({error}), expected one that can be hashed, such as a string or a number"
+        ) from None
+    if value != value:
+        raise ValueError(
+            f"{name} is {value!r}, which does not equal itself and could not be found again, expected one "
+            "that does, such as a string or a number"
+        )
+    return value
 
 
 def int_scalar(name: str, value: Any) -> Array:
@@ -209,7 +219,7 @@ def locate_layer(config: CacheConfig, layer: Any) -> tuple[int, jax.Array | np.i
 
 
 def _require_index(layer: Any, index: Any) -> None:
-    """Refuses what is no integer, or several."""
+    """Refuses anything but one integer."""
     array = as_array("layer", index)
     if array.shape or not jnp.issubdtype(array.dtype, jnp.integer):
         is_array = isinstance(index, jax.Array | np.ndarray)
@@ -306,7 +316,7 @@ def refuse_shared_cache(name: str, values: jax.Array, cache: Cache) -> None:
 
 
 def require_step(step: Any, cache: Cache) -> None:
-    """Refuses what is not a `Step`, or one of a cache of another config."""
+    """Refuses anything but a `Step` of a cache of this config."""
     if not isinstance(step, Step):
         raise TypeError(
             f"step is a {type(step).__name__}, expected the Step that extend returns beside the cache"
@@ -330,7 +340,7 @@ def require_step(step: Any, cache: Cache) -> None:
 
 
 def require_floats(name: str, values: Any) -> None:
-    """Refuses what is not an array of floating dtype."""
+    """Refuses anything but an array of floating dtype."""
     if not isinstance(values, jax.Array | np.ndarray):
         raise TypeError(f"{name} is a {type(values).__name__}, expected an array")
     if not jnp.issubdtype(values.dtype, jnp.floating):
@@ -340,13 +350,10 @@ def require_floats(name: str, values: Any) -> None:
 def layer_inputs(
     cache: Cache, place: Place, given: Mapping[str, Any], tokens: tuple[int, ...]
 ) -> dict[str, jax.Array]:
-    """Checks the inputs of a model for one layer, by the names of the kind's inputs, and returns it.
+    """Checks the inputs of a model for one layer, by the names of the kind's inputs, and returns them.
 
-    Args:
-      cache: Not changed.
-      place: The layer.
-      given: `[*tokens, *inputs[name]]` by name; None where the kind takes nothing.
-      tokens: Shape of the tokens, a step's or a source's.
+    Those `given` are `[*tokens, *inputs[name]]`, None where the kind takes nothing; `tokens` is the shape of
+    a step's tokens, or of a source's.
     """
     group, inputs = cache.config.groups[place.group_id], {}
     expected = group.kind.inputs
@@ -381,7 +388,7 @@ def _num_shards(pool: KVPool, group: LayerGroup) -> int:
 
 
 def check_layers(name: str, values: Any, num_layers: int) -> None:
-    """Refuses what is neither an array of all layers' keys or values nor a sequence of one per layer."""
+    """Refuses anything but an array of all layers' keys or values, or a sequence of one per layer."""
     is_sequence = isinstance(values, Sequence) and not hasattr(values, "shape")
     rank = 4 if is_sequence else 5
     for each in values if is_sequence else [values]:
@@ -397,3 +404,36 @@ def check_layers(name: str, values: Any, num_layers: int) -> None:
         raise ValueError(
             f"{name} has {len(values)} layers, expected {num_layers}, those that store keys and values"
         )
+
+
+def check_queries(q: jax.Array, step: Step, num_kv_heads: int, key_dim: int) -> None:
+    """Refuses queries of another shape than the step's tokens and the layer's keys ask for."""
+    tokens = step.positions.shape
+    heads_divide = q.ndim >= 2 and q.shape[-2] > 0 and q.shape[-2] % num_kv_heads == 0
+    if q.shape[:-2] != tokens or q.shape[-1] != key_dim or not heads_divide:
+        raise ValueError(
+            f"q has shape {q.shape}, expected {(*tokens, 'num_q_heads', key_dim)} "
+            f"with num_q_heads a multiple of num_kv_heads = {num_kv_heads}"
+        )
+
+
+def check_options(scale: Any, soft_cap: Any, sink_logits: Array | None, num_q_heads: int) -> None:
+    """Refuses options of attention that are no numbers, or traced where they are part of the program."""
+    for name, value in (("scale", scale), ("soft_cap", soft_cap)):
+        if isinstance(value, Tracer):
+            raise TypeError(f"{name} is traced, expected a Python number; multiply q by it instead")
+        if value is None:
+            continue
+        if np.ndim(value) or not jnp.isdtype(np.asarray(value).dtype, ("real floating", "integral")):
+            raise TypeError(f"{name} is {value!r}, expected a Python number or None")
+        finite_number(name, np.asarray(value)[()])
+    if soft_cap is not None and not soft_cap > 0:
+        raise ValueError(f"soft_cap is {soft_cap}, expected a positive number or None")
+    if sink_logits is None:
+        return
+    if sink_logits.shape != (num_q_heads,):
+        raise ValueError(
+            f"sink_logits has shape {sink_logits.shape}, expected ({num_q_heads},), one per query head"
+        )
+    if not jnp.isdtype(sink_logits.dtype, ("real floating", "integral")):
+        raise TypeError(f"sink_logits has dtype {sink_logits.dtype}, expected real numbers")

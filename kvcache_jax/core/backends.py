@@ -51,16 +51,16 @@ class Backend:
         lse f32`[r, t, num_kv_heads, group_size]`; 0 and -inf for a query that sees nothing. Slots that no
         query sees may hold NaN.
       prefill: Like `decode`, for steps with more tokens.
-      write: `(pool, new, slots, group, *, layer) -> pool` stores what the kind's `encode` made of new tokens,
-        by name and in the arrays' dtypes, plain "k" and "v" `[n, num_kv_heads, head_dim]`, at slots i32[n],
-        `block_id * block_size + offset`; those at `num_blocks * block_size` nowhere.
+      write: `(pool, new, slots, group, *, layer) -> pool` stores new tokens as the kind's `encode` returned
+        them, by name and in the arrays' dtypes, plain "k" and "v" `[n, num_kv_heads, head_dim]`, at slots
+        i32[n], `block_id * block_size + offset`; those at `num_blocks * block_size` nowhere.
       copy_blocks: `(pool, src, dst, num_copies, group) -> pool` copies whole blocks i32[n] of all layers, for
         entries below `num_copies`; all sources as they were before any block is overwritten.
       plan: `(plan, pool, group, *, num_queries, num_columns) -> tuple of arrays`, computed once per step and
         handed to all its layers as `plan.work`, for `num_queries` tokens a row and a block table of
         `num_columns`. `pool` has shapes alone, those on one device. `plan.work` is () where the step was
         planned by another backend.
-      load: `() -> None`, imports what the other functions need; called by `init`, before anything is traced.
+      load: `() -> None`, imports modules for the others; called by `init`, before anything is traced.
 
     Example:
       >>> import kvcache_jax as kv
@@ -138,7 +138,7 @@ def get_backend(name: str) -> Backend:
 
 
 def require_name(value: Any) -> None:
-    """Refuses what is neither None nor a backend's name."""
+    """Refuses anything but None or a backend's name."""
     if value is not None and not (isinstance(value, str) and value in backend_names()):
         raise ValueError(
             f"implementation is {value!r}, expected None or one of {', '.join(backend_names())}; register "
@@ -162,7 +162,7 @@ def target_device() -> TargetDevice:
 def by_platform(*, cpu: int, accelerator: int) -> int:
     """Returns a batch size, or a choice, for the target.
 
-    CPUs want what fits their caches and no work that is for nothing, accelerators few launches and waits.
+    CPUs want batches that fit their caches and no vain work, accelerators few launches and waits.
     """
     return cpu if target_device().platform == "cpu" else accelerator
 

@@ -1,4 +1,4 @@
-"""Checks of what an operation gets as its cache."""
+"""Checks of the cache that an operation gets."""
 
 import functools
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from kvcache_jax.core.state import Cache
 
 
 def require_cache(caller: str, cache: Any) -> None:
-    """Refuses what is no `Cache`."""
+    """Refuses anything but a `Cache`."""
     if not isinstance(cache, Cache):
         raise TypeError(
             f"{caller} got a {type(cache).__name__}, expected a Cache: the one that init built, or the "
@@ -29,7 +29,7 @@ def require_one(caller: str, cache: Cache, advice: str = "call it under jax.vmap
 
 
 def require_values(caller: str, cache: Any, *, pools: bool = False) -> None:
-    """Refuses what the host cannot read: no cache, or one that is traced, a mere shape, donated or batched.
+    """Refuses a cache that the host cannot read: one that is traced, a mere shape, donated or batched.
 
     With `pools`, also one whose keys and values alone were donated.
     """
@@ -73,7 +73,7 @@ def takes_one[**P, T](operation: Callable[P, T]) -> Callable[P, T]:
             require_one(operation.__name__, cache)
         try:
             return operation(*args, **kwargs)
-        except RuntimeError as error:  # jax's, which says of what shape the array was
+        except RuntimeError as error:  # jax's, which says the array's shape
             if isinstance(cache, Cache) and are_deleted(cache):
                 raise _donated(operation.__name__) from error
             raise

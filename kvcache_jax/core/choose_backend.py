@@ -12,18 +12,9 @@ _MEASURED: tuple[str, ...] = ()
 def choose(
     config: CacheConfig, asked: str | None, pool: KVPool, group: LayerGroup, group_size: int = 1
 ) -> Backend:
-    """Chooses the backend of a call; a named one runs or raises.
+    """Chooses the backend of a call with `group_size` query heads per key/value head.
 
-    Args:
-      config: Names one for the cache, or leaves it open.
-      asked: Named by the call, or None.
-      pool: Of the layer group.
-      group: The layer group.
-      group_size: Query heads of a key/value head.
-
-    Raises:
-      ValueError: there is no such backend.
-      NotImplementedError: it does not serve this cache here.
+    One `asked` for by name, or else named by the config, runs or raises.
     """
     require_name(asked)
     name = asked or config.implementation
@@ -48,7 +39,7 @@ def _why_not(backend: Backend, pool: KVPool, group: LayerGroup, group_size: int)
 
 
 def load(name: str | None) -> None:
-    """Imports what a backend needs, or the backends that `None` may pick.
+    """Imports the modules that a backend needs, or the backends that `None` may pick.
 
     Before anything is traced: importing Pallas makes jax trace anew whatever it has traced before.
     """

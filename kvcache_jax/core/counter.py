@@ -1,4 +1,4 @@
-"""The counters of a cache: how often what happened since `init`."""
+"""The counters of a cache: events since `init`."""
 
 import enum
 

@@ -58,7 +58,7 @@ def _shared_layers(config: CacheConfig) -> list[int]:
 
 
 def _arrays(group: LayerGroup) -> str:
-    """Names what a token stores in each array of a block."""
+    """Names a token's numbers in each array of a block."""
     kind = group.kind
     if type(kind).arrays is LayerKind.arrays:
         return f"{kind.num_kv_heads} heads x {kind.head_dim}, {kind.dtype.name}"

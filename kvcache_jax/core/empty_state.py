@@ -1,4 +1,4 @@
-"""States in which nothing is held: what `init`, `reset` and a forgotten index start from."""
+"""States in which nothing is held, from which `init`, `reset` and a forgotten index start."""
 
 from typing import Any
 

@@ -80,11 +80,7 @@ def eviction_policy(name: str, *, needs: Sequence[str] = ()) -> Callable[[Evicti
 
 
 def eviction_keys(name: str, blocks: BlockMetadata) -> jax.Array:
-    """Computes the policy's keys, i32[num_blocks].
-
-    Raises:
-      TypeError: the policy returned something else. What it raises comes with a note that names it.
-    """
+    """Computes the policy's keys, i32[num_blocks]."""
     return policies.call(name, blocks, blocks.recency.shape, dtype=jnp.int32)
 
 

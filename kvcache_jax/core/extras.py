@@ -1,4 +1,4 @@
-"""Extras: what a cache keeps for a feature, and the moments at which operations ask the feature.
+"""Extras: the arrays that a cache keeps for a feature, and the moments at which operations ask it.
 
 A feature is a static value in `CacheConfig(extras=)`, of a subclass of `Extra` in the feature's own room. Its
 arrays are `Control.extras[name]`. Operations that concern every cache call the hooks of all extras, through
@@ -19,7 +19,7 @@ class HeldBlocks(NamedTuple):
     """Blocks of one layer group that are held beside the block tables; each entry counts as an owner.
 
     Attributes:
-      holder: What holds them, as violations and pictures say it.
+      holder: Their holder's name in violations and pictures.
       block_ids: i32[n, columns], or nowhere. All their slots are kept.
       namespace: u32[n, 4], whose they are.
       is_of_rows: Whether row `i` holds entry `i`, which is then released with the row.
@@ -58,7 +58,7 @@ class Extra:
         """Builds its arrays of an empty cache, a pytree that `numpy` makes; None for none."""
 
     def inherit(self, control: Any, rows: jax.Array, parent_ids: jax.Array) -> Any:
-        """Gives `rows` what their parents i32[n] have; the rows' tables are set already."""
+        """Gives `rows` the feature's arrays of their parents i32[n]; the rows' tables are set already."""
         return control
 
     def forget(self, control: Any, rows: jax.Array) -> Any:
@@ -82,7 +82,7 @@ class Extra:
         return jnp.zeros_like(places, bool)
 
     def forget_namespace(self, control: Any, namespace: jax.Array) -> Any:
-        """Forgets what belongs to a namespace u32[4] and to no row."""
+        """Forgets contents that belong to a namespace u32[4] and to no row."""
         return control
 
     def give_up(self, cache: Any, kept: Sequence[int]) -> tuple[Any, bool]:
@@ -98,7 +98,7 @@ class Extra:
         """Lists the blocks of a layer group that it holds."""
 
     def violations(self, cache: Any) -> list[str]:
-        """Finds what is wrong in a cache with values, a sentence for each."""
+        """Finds violations in a cache with values, a sentence for each."""
         return []
 
 
@@ -106,7 +106,7 @@ class Hooks(tuple[Extra, ...]):
     """The extras of a config, asked one after the other, with the methods of `Extra`."""
 
     def inherit(self, control: Any, rows: jax.Array, parent_ids: jax.Array) -> Any:
-        """Gives `rows` what their parents have."""
+        """Gives `rows` the features' arrays of their parents."""
         for extra in self:
             control = extra.inherit(control, rows, parent_ids)
         return control
@@ -143,7 +143,7 @@ class Hooks(tuple[Extra, ...]):
         return fixed
 
     def forget_namespace(self, control: Any, namespace: jax.Array) -> Any:
-        """Forgets what belongs to a namespace and to no row."""
+        """Forgets contents that belong to a namespace and to no row."""
         for extra in self:
             control = extra.forget_namespace(control, namespace)
         return control
@@ -163,14 +163,14 @@ class Hooks(tuple[Extra, ...]):
                 yield held
 
     def blocks_of_rows(self, control: Any, group_id: int) -> jax.Array:
-        """Lists the blocks of each row, i32[max_seqs, any]: its table, and what extras hold for it."""
+        """Lists the blocks of each row, i32[max_seqs, any]: its table, and blocks that extras hold for it."""
         tables = [control.block_pools[group_id].block_table]
         tables += [held.block_ids for held in self.held_blocks(control, group_id) if held.is_of_rows]
         return jnp.concatenate(tables, axis=1)
 
 
 def check_extras(extras: Any) -> Hooks:
-    """Returns the extras as a config keeps them, or refuses what is none."""
+    """Returns the extras as a config keeps them; refuses anything else."""
     if isinstance(extras, Extra) or not isinstance(extras, tuple | list):
         raise TypeError(f"extras is {extras!r}, expected a list of extras: {', '.join(_extras)}")
     for i, extra in enumerate(extras):
@@ -189,11 +189,7 @@ def extra_to_json(extra: Extra) -> dict[str, Any]:
 
 
 def extra_from_json(values: dict[str, Any]) -> Extra:
-    """Computes the inverse of `extra_to_json`.
-
-    Raises:
-      ValueError: no class of that name is defined.
-    """
+    """Computes the inverse of `extra_to_json`; refuses the name of a class that is not defined."""
     options = dict(values)
     name = options.pop("extra")
     if name not in _extras:

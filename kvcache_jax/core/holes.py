@@ -18,21 +18,17 @@ class Holes:
 
         0 ... start - num_kept ... start ... end ... context_len
         plain | kept | hidden | later
-
-    Attributes:
-      start: i32[rows], first place after the plain and the kept tokens; 0 for rows that dropped nothing.
-      num_hidden: i32[rows], dropped tokens whose places the row still has, from `start` on.
-      num_dropped: i32[rows], tokens that the row dropped with their places.
-      num_kept: i32[rows], tokens that were kept of more, whose positions in the text are not known; layers
-        and heads may have kept others.
-      first: i32[rows, groups], first place at which the row has a token in each layer group; above 0 where
-        fewer were kept there than in another group.
     """
 
+    # i32[rows], first place after the plain and the kept tokens; 0 for rows that dropped nothing.
     start: jax.Array
-    num_hidden: jax.Array
-    num_dropped: jax.Array
+    num_hidden: jax.Array  # i32[rows], dropped tokens whose places the row still has, from `start` on
+    num_dropped: jax.Array  # i32[rows], tokens that the row dropped with their places
+    # i32[rows], tokens that were kept of more, whose positions in the text are not known; layers and heads
+    # may have kept others.
     num_kept: jax.Array
+    # i32[rows, groups], first place at which the row has a token in each layer group; above 0 where fewer
+    # were kept there than in another group.
     first: jax.Array
 
     @property

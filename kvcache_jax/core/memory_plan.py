@@ -9,7 +9,7 @@ from kvcache_jax.layers.span import ceil_div
 
 def spend(budget: int, groups: list[LayerGroup]) -> list[LayerGroup]:
     """Shares `budget` bytes so that all pools fill up at the same number of rows."""
-    # States of recurrent layers have as many blocks as all rows need, and blocks of tokens alone take nothing.
+    # States of recurrent layers have as many blocks as all rows need; blocks of tokens alone take no memory.
     fixed = [
         group
         for group in groups

@@ -72,7 +72,7 @@ def raise_for_status(status, operation: str = "the operation") -> None:
 
     Args:
       status: i32[n], as returned by an operation, or i32[..., n] by one under `vmap`.
-      operation: Name of what was tried, for the message.
+      operation: Its name, for the message.
 
     Raises:
       StatusError: names each failed row and its status.

@@ -1,6 +1,6 @@
 """Checks and conversions of token ids, and of the multimodal items among them.
 
-See `arguments` for what stays in numpy, and why.
+Values from the host stay in numpy, as in `arguments`.
 """
 
 from typing import Any

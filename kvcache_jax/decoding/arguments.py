@@ -27,13 +27,9 @@ _functions_of_code: dict[types.CodeType, set[int]] = {}
 
 
 def check_model(caller: str, forward: Any, config: Any, *values: Any) -> None:
-    """Refuses a call within a trace, of which `values` may be part, and what is no model or config.
+    """Refuses a call within a trace, and anything but a model and a config.
 
-    Args:
-      caller: The function that was called.
-      forward: The model, which `jit` must know again.
-      config: The config of its cache.
-      values: Pytrees that are handed to compiled programs; the first are the parameters.
+    The pytrees `values`, first the parameters, are handed to compiled programs and must not be traced.
     """
     require_config(caller, config)
     if config.source_layers:
@@ -74,7 +70,7 @@ def check_model(caller: str, forward: Any, config: Any, *values: Any) -> None:
 def _check_signature(forward: Callable) -> None:
     try:
         signature = inspect.signature(forward)
-    except (TypeError, ValueError):  # of what is not written in Python
+    except (TypeError, ValueError):  # of a callable that is not written in Python
         return
     try:
         signature.bind(*[None] * 4)
@@ -106,7 +102,7 @@ def _warn_of_fresh(forward: Any) -> None:
 
 
 def require_functions(**fns: Any) -> None:
-    """Refuses what can neither be called nor is None."""
+    """Refuses anything but functions and None."""
     for name, fn in fns.items():
         if fn is not None and not callable(fn):
             raise TypeError(f"{name} is {fn!r}, expected a function, or None")
@@ -147,8 +143,23 @@ def prompt_seeds(seed: int | Sequence[int], num_prompts: int) -> list[tuple[int,
 
 
 def usable_prefill_len(prefill_len: Any, config: CacheConfig) -> int:
-    """Limits the tokens of one call of the model to what the cache takes at once."""
+    """Limits the tokens of one call of the model to as many as the cache takes at once."""
     return min(static_count("prefill_len", prefill_len), config.query_len_limit)
+
+
+def check_num_drafts(num_drafts: int, config: CacheConfig, *others: CacheConfig) -> None:
+    """Refuses more drafts than a step of the cache takes, or than windows of any cache take back."""
+    if num_drafts >= config.query_len_limit:
+        raise ValueError(
+            f"num_drafts is {num_drafts}, expected below max_query_len = {config.query_len_limit}"
+        )
+    for group in (group for each in (config, *others) for group in each.groups):
+        limit = group.span.rollback_limit
+        if limit is not None and limit < num_drafts:
+            raise ValueError(
+                f"num_drafts is {num_drafts} and a window layer has max_rollback = {limit}, expected "
+                f"SlidingWindow(max_rollback={num_drafts}), or fewer drafts"
+            )
 
 
 def stop_ids(stop_tokens: Sequence[int]) -> jax.Array:

@@ -29,7 +29,7 @@ from kvcache_jax.operations.fork import fork
 from kvcache_jax.operations.reorder import reorder
 
 _NEVER = -1e30
-# Of what a score is divided by: log-probabilities from 1e-17 to 1e9 stay normal float32 and above `_NEVER`.
+# Of the divisor of a score: log-probabilities from 1e-17 to 1e9 stay normal float32 and above `_NEVER`.
 _MOST_DECIMALS = 20
 
 
@@ -58,12 +58,12 @@ class BeamResult:
     """Result of `beam_search`.
 
     Attributes:
-      beams: Per prompt, its hypotheses, best first. A search that ran out of blocks has what it had.
+      beams: Per prompt, its hypotheses, best first. A search that ran out of blocks has those so far.
       finish_reasons: Per prompt, why its search ended: "stop" (no running beam could win any more), "length"
         or "out_of_blocks", where others may have been better than those that it had finished.
       cache: The cache at the end: row `prompt_id * num_beams + i` still holds the prompt's i-th running
-        beam, so that `kv.stats` and `kv.block_map` tell what beams share. A row lacks its beam's last token,
-        except some rows of a search that ran out of blocks: see `cache.context_len`.
+        beam, so that `kv.stats` and `kv.block_map` tell which blocks beams share. A row lacks its beam's last
+        token, except some rows of a search that ran out of blocks: see `cache.context_len`.
       num_steps: Calls of the model in the search.
       prefill_seconds: Host clock around prefills, forks and first tokens included; compilation too.
       decode_seconds: Host clock around the search, likewise; callbacks do not count.

@@ -12,17 +12,13 @@ Forward = Callable[[Any, jax.Array, Cache, Step], tuple[jax.Array, Cache]]
 """`(params, tokens i32[n, T], cache, step) -> (logits [n, T, vocab], cache)`.
 
 While tokens are decoded, the `n` rows of a step are rows of the cache, each once. While prompts are computed,
-they are pieces: a row of the cache may have several, one behind the other, as `step.seq_ids` tells. A layer
+they are pieces: a row of the cache may have several, one after the other, as `step.seq_ids` tells. A layer
 that carries a state along a row's tokens, beside `kv.attention`, must join them.
 """
 
 
 def width_of(result: Any, num_rows: int, num_tokens: int) -> int:
-    """Finds the logits' width in what `forward` returned, arrays or their shapes, for a padded step.
-
-    Raises:
-      TypeError: it is something else than logits and the cache.
-    """
+    """Finds the logits' width in a result of `forward` for a padded step, arrays or their shapes."""
     parts = result if isinstance(result, tuple) else (result,)
     is_array = [isinstance(part, jax.ShapeDtypeStruct | jax.Array) for part in parts]
     kinds = [

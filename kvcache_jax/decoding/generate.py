@@ -21,8 +21,8 @@ from kvcache_jax.core.status import Status
 from kvcache_jax.decoding import arguments, loop
 from kvcache_jax.decoding.admission import admit
 from kvcache_jax.decoding.forward import Forward
-from kvcache_jax.decoding.host import Generation, Host, Requests, Snapshot, Stopwatch, idle_cache
-from kvcache_jax.decoding.loop import DecodeState, DraftSource, Phase
+from kvcache_jax.decoding.host import Generation, Host, Snapshot, Stopwatch, WaitingPrompts, idle_cache
+from kvcache_jax.decoding.loop import DecodeState, DraftSource, RowPhase
 from kvcache_jax.decoding.options import (
     GREEDY,
     UNWATCHED,
@@ -35,7 +35,7 @@ from kvcache_jax.decoding.options import (
     steps_between_check_ins,
 )
 from kvcache_jax.decoding.prefill import prefill, vocab_size
-from kvcache_jax.decoding.prompts import KEEP_ALL, PromptCall, Prompts, Retention
+from kvcache_jax.decoding.prompts import KEEP_ALL, PromptCall, PromptSource, Retention
 from kvcache_jax.decoding.sampling import sampling_columns
 from kvcache_jax.layers.span import ceil_div
 from kvcache_jax.operations.allocate import allocate
@@ -79,7 +79,7 @@ class GenerateResult:
 def generate(
     forward: Forward,
     params: Any,
-    prompts: Sequence[Sequence[int]] | Prompts,
+    prompts: Sequence[Sequence[int]] | PromptSource,
     config: CacheConfig,
     *,
     max_new_tokens: int,
@@ -99,22 +99,22 @@ def generate(
     Requests wait until there are rows, and blocks for all tokens that they and those before them may come to,
     so there may be more of them than rows. A prompt is prefilled once; its samples fork from it. If they do
     not fit into the cache side by side, as many as do start together, and the others later, from the prompt
-    again. If the whole cache has too few blocks for one row, the row ends with what it has. A row whose
+    again. If the whole cache has too few blocks for one row, the row ends with the tokens so far. A row whose
     logits hold NaN or +inf ends too, and publishes none of its blocks from there on. With prefix caching,
-    what prompts have in common is computed once, also across calls that hand `cache` on.
+    prefixes that prompts have in common are computed once, also across calls that hand `cache` on.
 
     Args:
       forward: `(params, tokens i32[n, T], cache, step) -> (logits [n, T, vocab], cache)`; a module-level
         function, so that compiled programs are found again. Functions made anew for each call are warned of.
       params: Passed on to `forward`.
-      prompts: Token ids, each prompt at least one; or a feature's `Prompts`, which puts them together.
+      prompts: Token ids, each prompt at least one; or a feature's `PromptSource`, which puts them together.
       config: The cache's. Speculative decoding on window layers needs `max_rollback >= num_drafts`.
       max_new_tokens: Per continuation; fewer where prompt and continuation reach `max_seq_len`, unless rows
         drop tokens.
       num_samples: Continuations per prompt; more than `max_seqs` take turns.
       sampling: How tokens are drawn, `kv.decoding.SamplingParams(temperature=0.8)`. Its seed is one of all
         draws, or one per prompt. A continuation depends on the seed and on its prompt and sample numbers, not
-        on what is decoded beside it. With a seed per prompt, the prompt's number does not matter. With a
+        on the other rows. With a seed per prompt, the prompt's number does not matter. With a
         draft model, it also matters whether there was room for the drafts. Default: greedy.
       stop_tokens: Ids that end a continuation.
       stop_strings: Texts that end one, `kv.decoding.StopStrings(texts, detokenize)`.
@@ -138,12 +138,14 @@ def generate(
         call within `jit`, a `forward` without a hash; names got and expected.
     """
     arguments.check_model("generate", forward, config, params, cache)
-    prompts = prompts if isinstance(prompts, Prompts) else Prompts(prompts)
+    prompts = prompts if isinstance(prompts, PromptSource) else PromptSource(prompts)
     require_option("sampling", sampling, SamplingParams)
     require_option("stop_strings", stop_strings, StopStrings, or_none=True)
     require_option("drafts", drafts, Drafts, or_none=True)
     require_option("watch", watch, Watch)
-    requests = Requests(prompts.tokens, static_count("num_samples", num_samples), namespace, sampling.seed)
+    requests = WaitingPrompts(
+        prompts.tokens, static_count("num_samples", num_samples), namespace, sampling.seed
+    )
     max_new_tokens = static_count("max_new_tokens", max_new_tokens)
     if stop_strings is not None and not stop_strings.texts:
         stop_strings = None
@@ -227,7 +229,7 @@ def generate(
 
 
 def _check(
-    requests: Requests,
+    requests: WaitingPrompts,
     config: CacheConfig,
     num_drafts: int,
     draft: Draft | None,
@@ -248,18 +250,7 @@ def _check(
                 )
     if draft is not None:
         arguments.check_model("kv.Draft", draft.forward, draft.config, draft.params)
-    if num_drafts >= config.query_len_limit:
-        raise ValueError(
-            f"num_drafts is {num_drafts}, expected below max_query_len = {config.query_len_limit}"
-        )
-    configs = [config, *([draft.config] if draft else [])]
-    for group in (group for c in configs for group in c.groups):
-        limit = group.span.rollback_limit
-        if limit is not None and limit < num_drafts:
-            raise ValueError(
-                f"a window layer has max_rollback = {limit}, "
-                f"expected at least num_drafts = {num_drafts} for speculative decoding"
-            )
+    arguments.check_num_drafts(num_drafts, config, *([draft.config] if draft else []))
     if draft and (draft.config.max_seqs, draft.config.max_seq_len) != (config.max_seqs, config.max_seq_len):
         raise ValueError(
             f"the draft's cache has {draft.config.max_seqs} rows of {draft.config.max_seq_len} tokens, "
@@ -287,7 +278,7 @@ def _empty_state(
         length=jnp.zeros(rows, jnp.int32),
         max_len=jnp.zeros(rows, jnp.int32),
         logprobs=jnp.zeros((rows, width), jnp.float32),
-        phase=jnp.full(rows, int(Phase.IDLE), jnp.int32),  # an enum would type it weakly
+        phase=jnp.full(rows, int(RowPhase.IDLE), jnp.int32),  # an enum would type it weakly
         sampling=sampling_columns(
             rows,
             temperature=sampling.temperature,

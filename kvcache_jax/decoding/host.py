@@ -17,16 +17,16 @@ from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.init import init
 from kvcache_jax.core.state import Cache
 from kvcache_jax.decoding.arguments import prompt_seeds, prompt_tokens
-from kvcache_jax.decoding.loop import DecodeState, Phase
+from kvcache_jax.decoding.loop import DecodeState, RowPhase
 from kvcache_jax.decoding.options import StopStrings, Watch
 from kvcache_jax.operations.commit import commit
 from kvcache_jax.operations.free import free
 
 _FINISH_REASONS = {
-    Phase.STOPPED: "stop",
-    Phase.LENGTH: "length",
-    Phase.OUT_OF_BLOCKS: "out_of_blocks",
-    Phase.NAN_LOGITS: "nan_logits",
+    RowPhase.STOPPED: "stop",
+    RowPhase.LENGTH: "length",
+    RowPhase.OUT_OF_BLOCKS: "out_of_blocks",
+    RowPhase.NAN_LOGITS: "nan_logits",
 }
 
 # Lists of fewer rows have a program together: to compile one for each takes longer than it ever saves.
@@ -61,9 +61,9 @@ class Snapshot:
       num_steps: Decode steps so far.
       seconds: Host clock since the call began.
       num_blocks_used: Referenced blocks, all groups.
-      num_refs: Table entries that point at them; the difference is what sharing saves.
+      num_refs: Table entries that point at them; the difference is saved by sharing.
       num_active_seqs: Rows that hold a sequence.
-      running: {row: (prompt_id, sample_id)}, what the rows decode.
+      running: {row: (prompt_id, sample_id)} of rows that decode.
       ended: Continuations that ended since the snapshot before.
       block_tables: Per group, i32[max_seqs, max_blocks_per_seq]; none in a timeline, which would hold them
         all: `on_check_in` gets them.
@@ -100,7 +100,7 @@ def snapshot_of(
     running: dict[int, tuple[int, int]],
     ended: Sequence[Generation] = (),
 ) -> Snapshot:
-    """Records what the cache holds now."""
+    """Records the present owners of blocks."""
     pools = cache.control.block_pools
     tables = [np.array(pool.block_table) for pool in pools]  # copies: the cache is donated next
     num_refs = (int((t < pool.num_blocks).sum()) for t, pool in zip(tables, pools, strict=True))
@@ -125,11 +125,7 @@ def row_list(rows: Sequence[int], max_seqs: int) -> np.ndarray:
 
 
 def idle_cache(caller: str, cache: Cache | None, config: CacheConfig) -> Cache:
-    """Returns the caller's cache if it can be continued, else an empty one.
-
-    Raises:
-      ValueError, TypeError: no cache, a donated one, one of another config, or with rows that are active.
-    """
+    """Returns the caller's cache, or an empty one for None; refuses one that cannot be continued."""
     if cache is None:
         return init(config)
     require_values(caller, cache, pools=True)
@@ -142,16 +138,8 @@ def idle_cache(caller: str, cache: Cache | None, config: CacheConfig) -> Cache:
     return cache
 
 
-class Requests:
-    """The prompts that wait, with the number of samples of each.
-
-    Attributes:
-      prompts: Their tokens.
-      num_samples: Samples of each prompt.
-      namespaces: u32[prompts, 4].
-      seeds: Two numbers per prompt that, with the sample's, begin a stream of random numbers.
-      waiting: The numbers of those that have samples which no row decodes yet, and these samples.
-    """
+class WaitingPrompts:
+    """The prompts of a call, and which of their samples wait for rows."""
 
     def __init__(
         self,
@@ -162,8 +150,10 @@ class Requests:
     ):
         self.prompts = prompt_tokens(prompts)
         self.num_samples = num_samples
-        self.namespaces = np.asarray(namespace_words(namespace, len(self.prompts)))
+        self.namespaces = np.asarray(namespace_words(namespace, len(self.prompts)))  # u32[prompts, 4]
+        # Two numbers per prompt that, with the sample's, begin a stream of random numbers.
         self.seeds = prompt_seeds(seed, len(self.prompts))
+        # Prompts with samples that no row decodes yet, and these samples.
         self.waiting = deque((prompt_id, range(num_samples)) for prompt_id in range(len(self.prompts)))
 
 
@@ -172,7 +162,7 @@ class Host:
 
     def __init__(
         self,
-        requests: Requests,
+        requests: WaitingPrompts,
         config: CacheConfig,
         stop_strings: StopStrings | None,
         watch: Watch,
@@ -194,7 +184,7 @@ class Host:
             self.watch.on_check_in(snapshot)
 
     def check_in(self, state: DecodeState) -> DecodeState:
-        """Streams what is new, collects the rows that ended and frees them."""
+        """Streams new tokens, collects the rows that ended and frees them."""
         phase, length, prompt_len, history, logprobs = (
             np.asarray(x)
             for x in (state.phase, state.length, state.prompt_len, state.history, state.logprobs)
@@ -208,23 +198,23 @@ class Host:
             if new and self.watch.on_tokens:
                 self.watch.on_tokens(prompt_id, sample_id, new)
             self.num_streamed[row] += len(new)
-            if cut is None and phase[row] == Phase.RUNNING:
+            if cut is None and phase[row] == RowPhase.RUNNING:
                 continue
-            why = "stop" if cut is not None else _FINISH_REASONS[Phase(phase[row])]
+            why = "stop" if cut is not None else _FINISH_REASONS[RowPhase(phase[row])]
             scores = logprobs[row, prompt_len[row] :][: len(tokens)].tolist()
             ended[row] = Generation(prompt_id, sample_id, tokens, scores, why)
         self.note(state, list(ended.values()))
         self.done += ended.values()
         for row in ended:
             del self.running[row]
-        has_numbers = [row for row in ended if phase[row] != Phase.NAN_LOGITS]
+        has_numbers = [row for row in ended if phase[row] != RowPhase.NAN_LOGITS]
         return self._free(state, list(ended), has_numbers)
 
     def _stop_at(self, tokens: list[int], num_checked: int) -> int | None:
         """Counts the tokens that complete the first stop string, None without one; `num_checked` do not."""
         if self.stop_strings is None:
             return None
-        # Not the whole text alone: a character that is not finished yet may hide what there was before.
+        # Not the whole text alone: a character that is not finished yet may hide one before it.
         for end in range(num_checked + 1, len(tokens) + 1):
             text = self.stop_strings.detokenize(tokens[:end])
             if not isinstance(text, str):
@@ -246,5 +236,5 @@ class Host:
         if draft_cache is not None:
             draft_cache, _ = free(draft_cache, ids)
         phase = np.array(state.phase)
-        phase[rows] = Phase.IDLE
+        phase[rows] = RowPhase.IDLE
         return dataclasses.replace(state, cache=cache, draft_cache=draft_cache, phase=jnp.asarray(phase))

@@ -19,13 +19,13 @@ from kvcache_jax.core.status import Status
 from kvcache_jax.decoding.forward import Forward
 from kvcache_jax.decoding.prompts import KEEP_ALL, Retention
 from kvcache_jax.decoding.sampling import SamplingColumns, are_numbers, filtered_logprobs, row_keys, sample
-from kvcache_jax.decoding.speculation import accept_drafts, ngram_drafts
+from kvcache_jax.decoding.speculation import ngram_drafts, verify_drafts
 from kvcache_jax.operations.extend import extend
 from kvcache_jax.operations.stats import num_available_blocks, num_blocks_needed
 from kvcache_jax.operations.truncate import truncate
 
 
-class Phase(enum.IntEnum):
+class RowPhase(enum.IntEnum):
     """Activity of a row, or the reason why it ended."""
 
     RUNNING = 0
@@ -44,51 +44,31 @@ class Phase(enum.IntEnum):
 
 @pytree_dataclass()
 class DecodeState:
-    """State that decoding carries from step to step.
-
-    Attributes:
-      cache: The target model's.
-      draft_cache: The draft model's; None without one.
-      history: i32[max_seqs, width], each row's prompt and what was generated; `width` is `max_seq_len`, but
-        for rows that drop tokens the length of the longest text.
-      prompt_len: i32[max_seqs].
-      length: i32[max_seqs], tokens in `history`. The last one is not in the cache yet.
-      max_len: i32[max_seqs], length at which the row ends.
-      logprobs: f32[max_seqs, width], of each generated token, under the model's own distribution.
-      phase: i32[max_seqs], each row's `Phase`.
-      sampling: SamplingColumns of each row.
-      stop_tokens: i32[any], ids that end a row; -1 for none.
-      num_steps: i32[], model calls of the decode loop.
-      num_drafted: i32[], draft tokens proposed.
-      num_accepted: i32[], draft tokens that the model accepted.
-    """
+    """State that decoding carries from step to step."""
 
     cache: Cache
-    draft_cache: Cache | None
+    draft_cache: Cache | None  # of the draft model; None without one
+    # i32[max_seqs, width], each row's prompt and generated tokens; `width` is `max_seq_len`, but for rows
+    # that drop tokens the length of the longest text.
     history: jax.Array
-    prompt_len: jax.Array
-    length: jax.Array
-    max_len: jax.Array
-    logprobs: jax.Array
-    phase: jax.Array
+    prompt_len: jax.Array  # i32[max_seqs]
+    length: jax.Array  # i32[max_seqs], tokens in `history`; the last one is not in the cache yet
+    max_len: jax.Array  # i32[max_seqs], length at which the row ends
+    logprobs: jax.Array  # f32[max_seqs, width], of each generated token, under the model's own distribution
+    phase: jax.Array  # i32[max_seqs], each row's `RowPhase`
     sampling: SamplingColumns
-    stop_tokens: jax.Array
-    num_steps: jax.Array
-    num_drafted: jax.Array
-    num_accepted: jax.Array
+    stop_tokens: jax.Array  # i32[any], ids that end a row; -1 for none
+    num_steps: jax.Array  # i32[], model calls of the decode loop
+    num_drafted: jax.Array  # i32[], draft tokens proposed
+    num_accepted: jax.Array  # i32[], draft tokens that the model accepted
 
 
 @dataclasses.dataclass(frozen=True)
 class DraftSource:
-    """Source of draft tokens (static).
+    """Source of draft tokens (static)."""
 
-    Attributes:
-      num_drafts: Proposed per step.
-      forward: The draft model's; None looks up n-grams in the row's own history.
-    """
-
-    num_drafts: int
-    forward: Forward | None = None
+    num_drafts: int  # per step
+    forward: Forward | None = None  # of the draft model; None looks up n-grams in the row's text
 
 
 class Proposals(NamedTuple):
@@ -111,7 +91,7 @@ def begin(
     """
     logits, status = logits[source], status[source]
     token, logprob = sample(logits, state.sampling, state.length)
-    phase = jnp.where(rows, Phase.RUNNING, state.phase).astype(jnp.int32)
+    phase = jnp.where(rows, RowPhase.RUNNING, state.phase).astype(jnp.int32)
     state = _end_failed(dataclasses.replace(state, phase=phase), jnp.where(rows, status, Status.OK))
     starts, is_drawn = rows & (status == Status.OK), are_numbers(logits)
     state = _emit(state, token[:, None], logprob[:, None], jnp.where(starts & is_drawn, 1, 0))
@@ -132,20 +112,11 @@ def decode(
     """Decodes until a row has ended, so that its blocks can be assigned to others, or for `max_steps` steps.
 
     No step is made where one has already: with the first token, or for want of blocks in its prefill.
-
-    Args:
-      forward: The model (static).
-      params: Its parameters.
-      draft_params: The draft model's, or None.
-      state: Donated.
-      max_steps: i32[].
-      draft_source: For speculative decoding, or None (static).
-      retention: The tokens that rows keep (static); all with drafts.
     """
     first_step = state.num_steps
 
     def goes_on(state: DecodeState) -> jax.Array:
-        is_running, is_idle = state.phase == Phase.RUNNING, state.phase == Phase.IDLE
+        is_running, is_idle = state.phase == RowPhase.RUNNING, state.phase == RowPhase.IDLE
         none_ended = (is_running | is_idle).all()
         return is_running.any() & none_ended & (state.num_steps - first_step < max_steps)
 
@@ -160,7 +131,7 @@ def decode(
 def _decode_one(forward: Forward, params: Any, state: DecodeState, retention: Retention) -> DecodeState:
     """Decodes one token for every running row."""
     tokens = _last_token(state)[:, None]
-    cache, is_running = state.cache, state.phase == Phase.RUNNING
+    cache, is_running = state.cache, state.phase == RowPhase.RUNNING
     num_new = is_running.astype(jnp.int32)
     rows = jnp.arange(cache.max_seqs, dtype=jnp.int32)
     cache = retention.drop_unseen(cache, jnp.where(is_running, rows, cache.max_seqs))
@@ -183,7 +154,7 @@ def _decode_drafted(
       Fast Inference from Transformers via Speculative Decoding (Leviathan et al.; arXiv:2211.17192).
       Prompt Lookup Decoding (Saxena, 2023) for drafts from the row's own history.
     """
-    running = state.phase == Phase.RUNNING
+    running = state.phase == RowPhase.RUNNING
     state, drafts = _draft(draft_params, state, draft_source)
     count = jnp.maximum(jnp.minimum(drafts.num_drafts, state.max_len - state.length - 1), 0)
     count = jnp.where(running & _have_room(state.cache, running, count), count, 0)
@@ -195,22 +166,11 @@ def _decode_drafted(
     logits, cache = forward(params, tokens, cache, step)
     logits = logits.astype(jnp.float32)
 
-    num_rows, width, _ = logits.shape
-    wide = jax.tree.map(lambda field: jnp.repeat(field, width, axis=0), state.sampling)
-    target = filtered_logprobs(logits.reshape(num_rows * width, -1), wide).reshape(logits.shape)
-    positions = state.length[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
-    keys = row_keys(wide, positions.reshape(-1)).reshape(num_rows, width)
-    num_accepted, next_token = accept_drafts(target, drafts.tokens, count, drafts.logprobs, keys)
-    emitted = jnp.concatenate([drafts.tokens, jnp.zeros_like(next_token)[:, None]], axis=1)
-    emitted = emitted.at[jnp.arange(num_rows, dtype=jnp.int32), num_accepted].set(next_token)
-    logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), emitted[..., None], axis=2)[..., 0]
-
-    # Up to the first place that nothing can be drawn at, as without drafts.
-    is_drawn = are_numbers(logits)
-    num_drawn = jnp.sum(jnp.cumprod(is_drawn, axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32)
-
+    emitted, logprobs, num_accepted, num_drawn = verify_drafts(
+        logits, state.sampling, state.length, drafts.tokens, count, drafts.logprobs
+    )
     # The cache holds the last token and the accepted drafts; the newly drawn token is fed next time.
-    grew = step.query_len > 0
+    grew, num_rows = step.query_len > 0, logits.shape[0]
     ids = jnp.arange(num_rows, dtype=jnp.int32)
     rows = jnp.where(grew, ids, num_rows)
     cache, _ = truncate(cache, rows, before + 1 + num_accepted)
@@ -226,6 +186,7 @@ def _decode_drafted(
         num_drafted=state.num_drafted + jnp.sum(jnp.where(grew, count, 0), dtype=jnp.int32),
         num_accepted=state.num_accepted + jnp.sum(jnp.where(grew, num_accepted, 0), dtype=jnp.int32),
     )
+    # Up to the first place that nothing can be drawn at, as without drafts.
     num_emitted = jnp.where(grew, jnp.minimum(1 + num_accepted, num_drawn), 0)
     state = _emit(_end_failed(state, step.status), emitted, logprobs, num_emitted)
     return _end_undrawn(state, grew & (num_drawn < 1 + num_accepted))
@@ -250,7 +211,9 @@ def _draft(draft_params: Any, state: DecodeState, draft_source: DraftSource) -> 
         return state, Proposals(tokens, count, None)
     forward, cache = draft_source.forward, state.draft_cache
     assert cache is not None
-    is_drafting = (state.phase == Phase.RUNNING) & cache.is_active & (cache.context_len == state.length - 1)
+    is_drafting = (
+        (state.phase == RowPhase.RUNNING) & cache.is_active & (cache.context_len == state.length - 1)
+    )
 
     def propose(carry, i):
         cache, token, is_drafting = carry
@@ -282,15 +245,17 @@ def _last_token(state: DecodeState) -> jax.Array:
 
 def _end_failed(state: DecodeState, status: jax.Array) -> DecodeState:
     """Ends running rows that `extend` could not grow."""
-    failed = (state.phase == Phase.RUNNING) & (status != Status.OK)
-    why = jnp.where(status == Status.TOO_LONG, Phase.LENGTH, Phase.OUT_OF_BLOCKS)
+    failed = (state.phase == RowPhase.RUNNING) & (status != Status.OK)
+    why = jnp.where(status == Status.TOO_LONG, RowPhase.LENGTH, RowPhase.OUT_OF_BLOCKS)
     return dataclasses.replace(state, phase=jnp.where(failed, why, state.phase).astype(jnp.int32))
 
 
 def _end_undrawn(state: DecodeState, rows: jax.Array) -> DecodeState:
     """Ends the given rows that are still running, with NAN_LOGITS."""
-    ends = rows & (state.phase == Phase.RUNNING)
-    return dataclasses.replace(state, phase=jnp.where(ends, Phase.NAN_LOGITS, state.phase).astype(jnp.int32))
+    ends = rows & (state.phase == RowPhase.RUNNING)
+    return dataclasses.replace(
+        state, phase=jnp.where(ends, RowPhase.NAN_LOGITS, state.phase).astype(jnp.int32)
+    )
 
 
 def _emit(state: DecodeState, tokens: jax.Array, logprobs: jax.Array, num_tokens: jax.Array) -> DecodeState:
@@ -306,13 +271,13 @@ def _emit(state: DecodeState, tokens: jax.Array, logprobs: jax.Array, num_tokens
     nowhere = state.history.shape[1]
     at = jnp.where(order < num_tokens[:, None], state.length[:, None] + order, nowhere)
     length = state.length + jnp.maximum(num_tokens, 0)
-    ends = jnp.where(length >= state.max_len, Phase.LENGTH, Phase.RUNNING)
-    ends = jnp.where(stops, Phase.STOPPED, ends)
+    ends = jnp.where(length >= state.max_len, RowPhase.LENGTH, RowPhase.RUNNING)
+    ends = jnp.where(stops, RowPhase.STOPPED, ends)
     grows = num_tokens > 0
     return dataclasses.replace(
         state,
         history=state.history.at[rows, at].set(tokens, mode="drop"),
         logprobs=state.logprobs.at[rows, at].set(logprobs, mode="drop"),
         length=length,
-        phase=jnp.where(grows & (state.phase == Phase.RUNNING), ends, state.phase).astype(jnp.int32),
+        phase=jnp.where(grows & (state.phase == RowPhase.RUNNING), ends, state.phase).astype(jnp.int32),
     )

@@ -109,12 +109,12 @@ class Drafts:
 
     Attributes:
       num_drafts: Draft tokens per row and step, at least 1.
-      draft: The model that proposes them. Default: none; what followed the last occurrence of the text's end
-        is proposed (n-gram lookup), which gives the same tokens as no drafts, up to the rounding of the
+      draft: The model that proposes them. Default: none; the tokens after the last occurrence of the text's
+        end are proposed (n-gram lookup), which gives the same tokens as no drafts, up to the rounding of the
         logits.
 
     Raises:
-      ValueError, TypeError: no draft, or what is no draft model.
+      ValueError, TypeError: no draft, or no draft model.
     """
 
     num_drafts: int
@@ -136,7 +136,7 @@ class StopStrings:
       detokenize: Tokens to text.
 
     Raises:
-      ValueError, TypeError: what is no list of texts, an empty text, what is no function.
+      ValueError, TypeError: no list of texts, an empty text, no function.
     """
 
     texts: Sequence[str]
@@ -166,7 +166,7 @@ class Watch:
         with a callback or stop strings, otherwise no limit.
 
     Raises:
-      ValueError, TypeError: what is no function, no step.
+      ValueError, TypeError: no function, or no number of steps.
     """
 
     on_tokens: Callable[[int, int, list[int]], None] | None = None
@@ -193,7 +193,7 @@ def steps_between_check_ins(watch: Watch, has_stop_strings: bool = False) -> int
 
 
 def require_option(name: str, value: Any, kind: type, or_none: bool = False) -> None:
-    """Refuses what is not a value of its kind, a class in the namespace of its room."""
+    """Refuses anything but a value of its kind, a class in the namespace of its room."""
     if not isinstance(value, kind) and not (or_none and value is None):
         room = kind.__module__.split(".")[1]
         options = ", ".join(field.name for field in dataclasses.fields(kind))

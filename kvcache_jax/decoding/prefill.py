@@ -32,52 +32,32 @@ _PIECES = 4
 
 
 class Pieces(NamedTuple):
-    """The tokens of one call of the model, in numpy: `P` pieces of `T`.
+    """The tokens of one call of the model, in numpy: `P` pieces of `T`."""
 
-    Attributes:
-      tokens: i32[P, T]; 0 where there is none.
-      targets: i32[P, T], the token after each.
-      rows: i32[P], row of each piece; `max_seqs` for a piece without row.
-      first: i32[P], position of its first token.
-      nth: i32[P], its number among the row's pieces in this call.
-      num_tokens: i32[P].
-      last_of: i32[P], the row whose last token ends the piece; `max_seqs` for none.
-    """
-
-    tokens: np.ndarray
-    targets: np.ndarray
-    rows: np.ndarray
-    first: np.ndarray
-    nth: np.ndarray
-    num_tokens: np.ndarray
-    last_of: np.ndarray
+    tokens: np.ndarray  # i32[P, T]; 0 where there is none
+    targets: np.ndarray  # i32[P, T], the token after each
+    rows: np.ndarray  # i32[P], row of each piece; `max_seqs` for a piece without row
+    first: np.ndarray  # i32[P], position of its first token
+    nth: np.ndarray  # i32[P], its number among the row's pieces in this call
+    num_tokens: np.ndarray  # i32[P]
+    last_of: np.ndarray  # i32[P], the row whose last token ends the piece; `max_seqs` for none
 
 
 class Scores(NamedTuple):
-    """Log-probabilities of the tokens that follow the tokens of a call.
+    """Log-probabilities of the tokens that follow the tokens of a call."""
 
-    Attributes:
-      logprobs: f32[P, T], log-probability of each target.
-      is_scored: bool[P, T], whether its logits are numbers.
-    """
-
-    logprobs: jax.Array
-    is_scored: jax.Array
+    logprobs: jax.Array  # f32[P, T], log-probability of each target
+    is_scored: jax.Array  # bool[P, T], whether its logits are numbers
 
 
 class FeedResult(NamedTuple):
-    """Results of `feed`, by row.
+    """Results of `feed`, by row."""
 
-    Attributes:
-      logits: f32[max_seqs, vocab], after each row's last token; 0 for rows that were fed nothing. If no row
-        was fed anything, `vocab` is 0.
-      status: i32[max_seqs], of the `extend` that failed, OK for all other rows.
-      scores: Each call's pieces and their scores, if they were asked for.
-    """
-
+    # f32[max_seqs, vocab], after each row's last token; 0 for rows that were fed nothing. If no row was fed
+    # anything, `vocab` is 0.
     logits: jax.Array
-    status: jax.Array
-    scores: list[tuple[Pieces, Scores]]
+    status: jax.Array  # i32[max_seqs], of the `extend` that failed; OK for other rows
+    scores: list[tuple[Pieces, Scores]]  # of each call, if they were asked for
 
 
 def prefill(
@@ -91,18 +71,7 @@ def prefill(
     is_scoring: bool = False,
     retention: Retention = KEEP_ALL,
 ) -> tuple[Cache, FeedResult]:
-    """Feeds prompts as `feed` does; with prefix caching commits those whose last logits are numbers.
-
-    Args:
-      forward: As in `feed`, as all that follow.
-      params: The model's.
-      cache: Donated.
-      history: i32[max_seqs, P].
-      length: i32[max_seqs].
-      prefill_len: Tokens of all rows in one call.
-      is_scoring: Scores the tokens too.
-      retention: The tokens that rows keep.
-    """
+    """Feeds prompts as `feed` does; with prefix caching commits those whose last logits are numbers."""
     options: dict[str, Any] = dict(prefill_len=prefill_len, is_scoring=is_scoring, retention=retention)
     cache, fed = feed(forward, params, cache, history, length, **options)
     if cache.config.enable_prefix_caching and length.any():
@@ -122,17 +91,11 @@ def feed(
     is_scoring: bool = False,
     retention: Retention = KEEP_ALL,
 ) -> tuple[Cache, FeedResult]:
-    """Feeds rows from their `context_len` to their `length`, at most `prefill_len` tokens a call.
+    """Feeds rows from their `context_len` to their `length` i32[max_seqs]; the cache is donated.
 
-    Args:
-      forward: The model.
-      params: Its parameters.
-      cache: Donated.
-      history: i32[max_seqs, P], tokens of each row from its beginning.
-      length: i32[max_seqs]; rows that are already there take no part.
-      prefill_len: Tokens of all rows in one call.
-      is_scoring: Scores the tokens too, each by the logits before it.
-      retention: The tokens that rows keep; rows that drop some start empty.
+    A call of the model takes at most `prefill_len` tokens of `history` i32[max_seqs, P], each row's tokens
+    from its beginning. With `is_scoring` each is scored by the logits before it. Rows that drop tokens start
+    empty.
     """
     max_seqs = cache.max_seqs
     status, logits, scores = np.zeros(max_seqs, np.int32), jnp.zeros((max_seqs, 0), jnp.float32), []
@@ -154,12 +117,8 @@ def one_call_len(num_tokens: int) -> int:
 
 
 def vocab_size(forward: Forward, params: Any, cache: Cache, prefill_len: int) -> int:
-    """Returns the width of the model's logits; `feed` reuses what is traced here.
-
-    Raises:
-      TypeError: `forward` returns something else than logits and the cache.
-    """
-    pieces = _nobody(prefill_len, cache.max_seqs)
+    """Returns the width of the model's logits; `feed` reuses the program traced here."""
+    pieces = _empty_pieces(prefill_len, cache.max_seqs)
     status = np.zeros(cache.max_seqs, np.int32)
     options: dict[str, Any] = dict(is_scoring=False, retention=KEEP_ALL)
     return _feed_pieces.eval_shape(forward, params, cache, status, pieces, **options)[2].shape[1]
@@ -169,7 +128,7 @@ def _calls(
     context_len: np.ndarray, history: np.ndarray, length: np.ndarray, prefill_len: int
 ) -> Iterator[Pieces]:
     """Splits every row's tokens from `context_len` to `length` into calls, in numpy; lower rows first."""
-    pieces = _nobody(prefill_len, len(length))
+    pieces = _empty_pieces(prefill_len, len(length))
     num_pieces, piece_len = pieces.tokens.shape
     cuts = [
         (row, first)
@@ -177,7 +136,7 @@ def _calls(
         for first in range(context_len[row], length[row], piece_len)
     ]
     for start in range(0, len(cuts), num_pieces):
-        pieces = _nobody(prefill_len, len(length))
+        pieces = _empty_pieces(prefill_len, len(length))
         for i, (row, first) in enumerate(cuts[start : start + num_pieces]):
             tokens, targets = (
                 history[row, first : length[row]][:piece_len],
@@ -192,13 +151,13 @@ def _calls(
         yield pieces
 
 
-def _nobody(prefill_len: int, max_seqs: int) -> Pieces:
+def _empty_pieces(prefill_len: int, max_seqs: int) -> Pieces:
     """Makes empty pieces for a call of at most `prefill_len` tokens."""
     piece_len = ceil_div(prefill_len, _PIECES)
     num_pieces = prefill_len // piece_len
     tokens, zeros = np.zeros((num_pieces, piece_len), np.int32), np.zeros(num_pieces, np.int32)
-    nobody = np.full(num_pieces, max_seqs, np.int32)
-    return Pieces(tokens, tokens.copy(), nobody, zeros.copy(), zeros.copy(), zeros.copy(), nobody.copy())
+    no_rows = np.full(num_pieces, max_seqs, np.int32)
+    return Pieces(tokens, tokens.copy(), no_rows, zeros.copy(), zeros.copy(), zeros.copy(), no_rows.copy())
 
 
 @functools.partial(jax.jit, static_argnames=("forward", "is_scoring", "retention"), donate_argnames="cache")
@@ -214,18 +173,16 @@ def _feed_pieces(
 ) -> tuple[Cache, jax.Array, jax.Array, Scores | None]:
     """Calls the model once on pieces; rows whose `status` i32[max_seqs] is not OK are left out.
 
-    Returns:
-      The cache; the new status; the logits f32[P, vocab] after each piece's last token; the scores.
+    Returns also the new status, and the logits f32[P, vocab] after each piece's last token.
     """
     num_pieces, piece_len = pieces.tokens.shape
-    nobody = cache.max_seqs
     # A packed step's entries: at each piece the row that begins there, with the tokens of all its pieces, and
     # the piece's padding, which belongs to no row.
     begins = (pieces.nth == 0) & (get_at(status, pieces.rows, Status.SKIPPED) == Status.OK)
     order = jnp.arange(num_pieces, dtype=jnp.int32)
     num_new = jnp.zeros(num_pieces, jnp.int32).at[order - pieces.nth].add(pieces.num_tokens)
-    rows = jnp.where(begins, pieces.rows, nobody)
-    entries = jnp.stack([rows, jnp.full_like(rows, nobody)], axis=1).reshape(-1)
+    rows = jnp.where(begins, pieces.rows, cache.max_seqs)
+    entries = jnp.stack([rows, jnp.full_like(rows, cache.max_seqs)], axis=1).reshape(-1)
     lens = jnp.stack([num_new, piece_len - pieces.num_tokens], axis=1).reshape(-1)
     cache = retention.drop_unseen(cache, rows)
     cache, step = extend(
@@ -252,14 +209,10 @@ def _feed_pieces(
 def padded_step(
     step: Step, entry: jax.Array, first: ArrayLike, num_tokens: ArrayLike, shape: tuple[int, ...]
 ) -> Step:
-    """Converts a packed step to a padded one of pieces, without plans.
+    """Converts a packed step, the pieces' rows end to end, to a padded one of pieces, without plans.
 
-    Args:
-      step: Has the pieces' rows end to end.
-      entry: i32[P], the entry of each piece's row.
-      first: i32[P], position of each piece's first token in the text.
-      num_tokens: i32[P].
-      shape: `(P, T)`.
+    Each piece, of `shape` `(P, T)`, has `num_tokens` i32[P] from the position `first` i32[P] of the text on;
+    its row is the `entry` i32[P] of the packed step.
     """
     query_len = jnp.where(step.query_len[entry] > 0, jnp.asarray(num_tokens), 0)
     follows = jnp.concatenate([jnp.zeros_like(entry[:1], bool), entry[1:] == entry[:-1]])

@@ -16,7 +16,7 @@ from kvcache_jax.core.state import Cache
 from kvcache_jax.decoding.forward import Forward
 from kvcache_jax.layers.span import Span
 
-# No id of a model's: what follows a prompt's prefix is neither found nor published.
+# No id of a model's: tokens after a prompt's prefix are neither found nor published.
 NOT_LOOKED_UP = -1
 
 
@@ -62,7 +62,7 @@ class PromptRows:
         return len(self.call.tokens[prompt_id])
 
     def hold(self, cache: Cache, prompt_id: int, row: int) -> tuple[Cache, Sequence[int] | None]:
-        """Makes what a prompt is put together from.
+        """Makes the parts that a prompt is put together from.
 
         Args:
           cache: Donated.
@@ -77,7 +77,7 @@ class PromptRows:
     def with_room[T](
         self, cache: Cache, attempt: Callable[[Cache], tuple[Cache, T | None]], kept: Sequence[int] = ()
     ) -> tuple[Cache, T | None]:
-        """Tries what may lack blocks, and again after each failure while extras have room to give.
+        """Tries a call that may lack blocks, and again after each failure while extras have room to give.
 
         Args:
           cache: The cache.
@@ -111,7 +111,7 @@ class PromptRows:
 
 
 @dataclasses.dataclass(frozen=True)
-class Prompts:
+class PromptSource:
     """Prompts of which every token that is not cached is computed.
 
     Attributes:
@@ -154,7 +154,7 @@ class Retention:
         return config.max_seq_len
 
     def drop_unseen(self, cache: Cache, rows: jax.Array) -> Cache:
-        """Drops what no later token of `rows` i32[n] sees; `max_seqs` is skipped."""
+        """Drops tokens that no later token of `rows` i32[n] sees; `max_seqs` is skipped."""
         return cache
 
 

@@ -27,21 +27,13 @@ _PRNG = "threefry2x32"
 
 @pytree_dataclass()
 class SamplingColumns:
-    """Parameters by which each row draws its tokens; made by `sampling_columns`, which checks the values.
+    """Parameters by which each row draws its tokens; made by `sampling_columns`, which checks the values."""
 
-    Attributes:
-      temperature: f32[n], divides the logits; 0 takes the most probable token.
-      top_k: i32[n], keeps that many tokens; 0 keeps all.
-      top_p: f32[n], keeps the fewest tokens that have this mass; 1 keeps all.
-      min_p: f32[n], keeps tokens at least this probable relative to the most probable; 0 keeps all.
-      seed: u32[n], the row's stream of random numbers.
-    """
-
-    temperature: jax.Array
-    top_k: jax.Array
-    top_p: jax.Array
-    min_p: jax.Array
-    seed: jax.Array
+    temperature: jax.Array  # f32[n], divides the logits; 0 takes the most probable token
+    top_k: jax.Array  # i32[n], keeps that many tokens; 0 keeps all
+    top_p: jax.Array  # f32[n], keeps the fewest tokens that have this mass; 1 keeps all
+    min_p: jax.Array  # f32[n], keeps tokens at least this probable relative to the most probable; 0 keeps all
+    seed: jax.Array  # u32[n], the row's stream of random numbers
 
 
 def sampling_columns(
@@ -58,10 +50,6 @@ def sampling_columns(
     A scalar `seed` gives row i the seed `bits(seed) + i` modulo 2**32, `bits` being 32 random bits drawn from
     `seed`: rows differ, consecutive seeds share no row in practice, and `num_rows` does not matter. Seeds
     given per row are taken as they are: equal ones draw equally. Values of tracers are not checked.
-
-    Raises:
-      ValueError: A value out of range, or neither a scalar nor one value per row.
-      TypeError: Not numbers, or not integers for `top_k` and `seed`.
 
     Example:
       >>> params = sampling_columns(3, temperature=[0.0, 0.7, 1.0], top_p=0.9)
@@ -92,17 +80,11 @@ def sampling_columns(
 def filtered_logprobs(logits: jax.Array, params: SamplingColumns) -> jax.Array:
     """Computes the distribution that a row draws from: temperature, top-k, min-p and top-p, in this order.
 
-    Each filter sees what the one before left, renormalised. Of equal tokens those with the lowest ids stay:
-    top-k keeps exactly k, top-p the fewest with mass at least `top_p`, the one that crosses it included. One
-    token always remains; at temperature 0, the first of the most probable. NaN logits count as -inf, and a
-    row without any other keeps token 0.
-
-    Args:
-      logits: [n, vocab], any floating dtype.
-      params: Of n rows.
-
-    Returns:
-      f32[n, vocab], log-probabilities; -inf for excluded tokens.
+    Each filter sees the tokens that the one before left, renormalised. Of equal tokens those with the lowest
+    ids stay: top-k keeps exactly k, top-p the fewest with mass at least `top_p`, the one that crosses it
+    included. One token always remains; at temperature 0, the first of the most probable. NaN logits count as
+    -inf, and a row without any other keeps token 0. Logits are [n, vocab], of any floating dtype; the result
+    is f32[n, vocab], log-probabilities, -inf for excluded tokens.
 
     References:
       Top-k: Fan, Lewis, Dauphin, "Hierarchical Neural Story Generation", arXiv:1805.04833.
@@ -154,20 +136,7 @@ def _top_k_top_p(distance: jax.Array, is_kept: jax.Array, top_k: jax.Array, top_
 
 @jax.jit
 def row_keys(params: SamplingColumns, position: jax.Array) -> jax.Array:
-    """Derives a random key per row from its seed and the position of the token to draw, and nothing else.
-
-    Args:
-      params: Of n rows.
-      position: i32[n], the place of the drawn token in its row.
-
-    Returns:
-      keys[n].
-
-    Example:
-      >>> params = sampling_columns(2, seed=7)
-      >>> row_keys(params, jnp.array([5, 9])).shape
-      (2,)
-    """
+    """Derives a random key per row from its seed and the position i32[n] of the token to draw, keys[n]."""
     position = with_shape("position", position, params.seed.shape, "one per row of params")
     keys = jax.vmap(functools.partial(jax.random.key, impl=_PRNG))(params.seed)
     return jax.vmap(jax.random.fold_in)(keys, position)
@@ -175,18 +144,12 @@ def row_keys(params: SamplingColumns, position: jax.Array) -> jax.Array:
 
 @jax.jit
 def sample(logits: jax.Array, params: SamplingColumns, position: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Draws the next token of each row from `filtered_logprobs`.
+    """Draws the next token i32[n] of each row from `filtered_logprobs` of logits [n, vocab].
 
-    If all rows are greedy, nothing is filtered and no random number is made.
-
-    Args:
-      logits: [n, vocab], any floating dtype. Of NaN: see `filtered_logprobs`.
-      params: Of n rows.
-      position: i32[n], the place of the drawn token in its row: with the seed, it decides the draw.
-
-    Returns:
-      token i32[n], and its logprob f32[n] under the model's own distribution, at temperature 1 and
-      unfiltered, as serving APIs report it; NaN where the row's logits hold NaN or +inf.
+    The row's seed and the token's `position` i32[n] in it decide the draw. If all rows are greedy, nothing is
+    filtered and no random number is made. Returns also the token's log-probability f32[n] under the model's
+    own distribution, at temperature 1 and unfiltered, as serving APIs report it; NaN where the row's logits
+    hold NaN or +inf.
 
     Example:
       >>> logits = jnp.array([[1.0, 3.0, 2.0], [0.0, 0.0, 9.0]])

@@ -16,7 +16,7 @@ from kvcache_jax.decoding.arguments import as_list, check_model, model_tokens, u
 from kvcache_jax.decoding.forward import Forward
 from kvcache_jax.decoding.host import idle_cache
 from kvcache_jax.decoding.prefill import feed, prefill
-from kvcache_jax.decoding.prompts import KEEP_ALL, NOT_LOOKED_UP, PromptCall, Prompts
+from kvcache_jax.decoding.prompts import KEEP_ALL, NOT_LOOKED_UP, PromptCall, PromptSource
 from kvcache_jax.decoding.sampling import are_numbers
 from kvcache_jax.operations.allocate import allocate
 from kvcache_jax.operations.fork import fork
@@ -46,7 +46,7 @@ class ScoreResult:
 def score(
     forward: Forward,
     params: Any,
-    context: Sequence[int] | Prompts,
+    context: Sequence[int] | PromptSource,
     continuations: Sequence[Sequence[int]],
     config: CacheConfig,
     *,
@@ -59,7 +59,7 @@ def score(
     Args:
       forward: As in `generate`.
       params: Passed on to `forward`.
-      context: Token ids, at least one; or a feature's `Prompts` of one prompt.
+      context: Token ids, at least one; or a feature's `PromptSource` of one prompt.
       continuations: Token ids of each; an empty one scores as an empty array, an id that the model's logits
         do not reach as NaN, the only one there is.
       config: The cache's, with at least 2 rows. There may be more continuations than rows; they take turns.
@@ -80,7 +80,7 @@ def score(
     """
     check_model("score", forward, config, params, cache)
     words = namespace_words(namespace, 1)
-    prompts = context if isinstance(context, Prompts) else Prompts([context])
+    prompts = context if isinstance(context, PromptSource) else PromptSource([context])
     if len(prompts.tokens) != 1:
         raise ValueError(f"context has {len(prompts.tokens)} prompts, expected one")
     shared = model_tokens("context", prompts.tokens[0], least=1)
@@ -194,7 +194,7 @@ def score(
             lonely += failed
         elif failed:  # fewer at a time leave each other more blocks
             waiting, most = failed + waiting, max(1, len(wave) // 2)
-    # In the context's own row: a fork holds what its windows reach beside what the context's reach.
+    # In the context's own row: a fork holds the blocks that its windows reach, beside the context's.
     for nth, i in enumerate(lonely):
         if nth > 0:
             held, *_ = hold_context(held)

@@ -4,13 +4,20 @@ Arrays in, arrays out; nothing here knows of a cache.
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from kvcache_jax.arrays.masked_updates import get_at
+from kvcache_jax.arrays.masked_updates import get_at, set_at
 from kvcache_jax.arrays.number_checks import static_count
-from kvcache_jax.decoding.sampling import with_shape
+from kvcache_jax.decoding.sampling import (
+    SamplingColumns,
+    are_numbers,
+    filtered_logprobs,
+    row_keys,
+    with_shape,
+)
 
 # Folded into a key to verify drafts with: callers draw the drafts from the key itself, or from its splits and
 # small folds, which are the same (`split(key)[1]` is `fold_in(key, 1)`), and must not share their bits.
@@ -25,7 +32,7 @@ def accept_drafts(
     draft_logprobs: jax.Array | None,
     keys: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Verifies drafts such that what is emitted is distributed as if drawn from the target, token by token.
+    """Verifies drafts such that emitted tokens are distributed as if drawn from the target, token by token.
 
     A draft is accepted with probability min(1, p/q), where p is its probability under the target and q under
     the draft model. At the first rejection the next token is drawn from max(p - q, 0), normalised; if all are
@@ -37,17 +44,16 @@ def accept_drafts(
 
     Args:
       target_logprobs: f32[n, D + 1, vocab], entry d the target's distribution after d drafts: from
-        `sampling.filtered_logprobs`, for this is what is emitted.
+        `sampling.filtered_logprobs`.
       draft_tokens: i32[n, D]; an id outside the vocabulary is rejected.
       num_drafts: i32[n], how many of a row's drafts count, at most D.
-      draft_logprobs: f32[n, D, vocab], what the drafts were drawn from, filters included; None if they are
-        not random (`ngram_drafts`).
+      draft_logprobs: f32[n, D, vocab], the distributions that the drafts were drawn from, filters included;
+        None if they are not random (`ngram_drafts`).
       keys: keys[n, D + 1], from `sampling.row_keys` with the position of each draft and of the token after
         them. Random drafts may be drawn from the same keys: the bits used here are others.
 
     Returns:
-      num_accepted i32[n], and the token that follows them, next_token i32[n]. The row emits
-      `draft_tokens[:num_accepted]`, then `next_token`.
+      num_accepted i32[n], and the token that follows them, i32[n].
 
     References:
       Leviathan, Kalman, Matias, "Fast Inference from Transformers via Speculative Decoding",
@@ -76,6 +82,41 @@ def accept_drafts(
         draft = with_shape("draft_logprobs", draft_logprobs, (n, most, vocab), "(n, D, vocab)")
         columns.append(draft.astype(jnp.float32))
     return jax.vmap(_accept_row)(*columns)
+
+
+class Verified(NamedTuple):
+    """The tokens that rows emit in a step with drafts, at most `D + 1`."""
+
+    tokens: jax.Array  # i32[n, D + 1], accepted drafts, then the token drawn after them
+    logprobs: jax.Array  # f32[n, D + 1], under the model's own distribution
+    num_accepted: jax.Array  # i32[n], drafts
+    num_drawn: jax.Array  # i32[n], places before the first that no token can be drawn at
+
+
+def verify_drafts(
+    logits: jax.Array,
+    params: SamplingColumns,
+    length: jax.Array,
+    draft_tokens: jax.Array,
+    num_drafts: jax.Array,
+    draft_logprobs: jax.Array | None = None,
+) -> Verified:
+    """Draws the tokens of rows from logits f32[n, D + 1, vocab] after each row's last token and its drafts.
+
+    Drafts are accepted as by `accept_drafts`; the first place to draw at is `length` i32[n]. A draw has the
+    key of its seed and position, so that drafts do not change a row's tokens.
+    """
+    num_rows, width, vocab = logits.shape
+    wide = jax.tree.map(lambda field: jnp.repeat(field, width, axis=0), params)
+    target = filtered_logprobs(logits.reshape(num_rows * width, vocab), wide).reshape(logits.shape)
+    positions = length[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
+    keys = row_keys(wide, positions.reshape(-1)).reshape(num_rows, width)
+    num_accepted, token = accept_drafts(target, draft_tokens, num_drafts, draft_logprobs, keys)
+    tokens = jnp.concatenate([draft_tokens, jnp.zeros_like(token)[:, None]], axis=1)
+    tokens = set_at(tokens, (jnp.arange(num_rows, dtype=jnp.int32), num_accepted), token)
+    logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), tokens[..., None], axis=2)[..., 0]
+    num_drawn = jnp.sum(jnp.cumprod(are_numbers(logits), axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32)
+    return Verified(tokens, logprobs, num_accepted, num_drawn)
 
 
 def _accept_row(
@@ -115,19 +156,11 @@ def _num_leading(mask: jax.Array) -> jax.Array:
 def ngram_drafts(
     tokens: jax.Array, length: jax.Array, num_drafts: int, ngram: int = 3
 ) -> tuple[jax.Array, jax.Array]:
-    """Proposes what followed the last occurrence of the row's ending (prompt lookup).
+    """Proposes the tokens i32[n, num_drafts] that followed the last occurrence of the row's ending.
 
     Looks for the most recent earlier occurrence of the row's last `ngram` tokens, which may overlap the end;
-    if there is none, of its last `ngram - 1`, down to 1; and proposes the tokens that followed it there.
-
-    Args:
-      tokens: i32[n, T]; entries at or past `length` are not read.
-      length: i32[n], tokens in each row.
-      num_drafts: At most so many drafts; a Python int.
-      ngram: Length of the longest ending looked for; a Python int.
-
-    Returns:
-      drafts i32[n, num_drafts], 0 where there is none, and count i32[n], how many there are.
+    if there is none, of its last `ngram - 1`, down to 1. A row has `length` i32[n] of `tokens` i32[n, T].
+    Counts the tokens that are proposed, i32[n]; the others are 0.
 
     References:
       Saxena, "Prompt Lookup Decoding", 2023, github.com/apoorvumang/prompt-lookup-decoding.

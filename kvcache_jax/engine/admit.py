@@ -29,7 +29,7 @@ from kvcache_jax.engine.order import (
     tokens_of,
     waits,
 )
-from kvcache_jax.engine.policies import keys_of, policies
+from kvcache_jax.engine.policies import INPUT_WEIGHT, keys_of, policies
 from kvcache_jax.engine.state import EngineState, Phase, count
 from kvcache_jax.operations.allocate import Hits, Prompts, allocate_rows, find_hits, required_blocks
 from kvcache_jax.operations.fork import fork_rows
@@ -132,14 +132,13 @@ def _start(
     client = jnp.where(is_first, get_at(requests.client, slot, 0), state.service.shape[0])
     # Earlier requests that still wait were bypassed; policies bound how often that may happen.
     is_passed = waits(state) & (requests.uid < get_at(requests.uid, slot, -1))
-    state = dataclasses.replace(
-        state,
-        cache=dataclasses.replace(state.cache, control=control),
+    state = state.with_control(
+        control,
         phase=set_at(state.phase, slot, Phase.RUNNING),
         row_request=set_at(state.row_request, row, slot),
         may_publish=set_at(state.may_publish, row, True),
         num_bypassed=state.num_bypassed + is_passed.astype(jnp.int32),
-        service=add_at(state.service, client, options.input_weight * get_at(requests.prompt_len, slot, 0)),
+        service=add_at(state.service, client, INPUT_WEIGHT * get_at(requests.prompt_len, slot, 0)),
     )
     return count(state, admissions=(row < max_seqs)[None], cached_tokens=admission.num_cached[0])
 
@@ -172,9 +171,8 @@ def fork_samples(state: EngineState) -> EngineState:
     src = set_at(jnp.full_like(rows, max_seqs), row, source)
     dst = jnp.where(src < max_seqs, rows, max_seqs)
     control, _ = fork_rows(cache.control, src, dst, config=cache.config)
-    state = dataclasses.replace(
-        state,
-        cache=dataclasses.replace(cache, control=control),
+    state = state.with_control(
+        control,
         phase=jnp.where(is_sample, Phase.RUNNING, state.phase).astype(jnp.int32),
         row_request=set_at(state.row_request, row, slots),
         may_publish=set_at(state.may_publish, row, get_at(state.may_publish, source)),
@@ -185,8 +183,7 @@ def fork_samples(state: EngineState) -> EngineState:
 def preempt(state: EngineState, options: Options) -> tuple[EngineState, jax.Array]:
     """Frees rows until those that stay have a block for their next token; touches no pool.
 
-    Returns:
-      The state, and bool[max_seqs], rows that go on without one.
+    Masks the rows that go on without one, bool[max_seqs].
     """
     cache = state.cache
     wanted = (state.num_to_compute > 0).astype(jnp.int32)
@@ -218,9 +215,8 @@ def preempt(state: EngineState, options: Options) -> tuple[EngineState, jax.Arra
 
     is_victim = state.is_running & ~control.is_active
     slots = jnp.where(is_victim, state.row_request, state.requests.num_slots)
-    state = dataclasses.replace(
-        state,
-        cache=dataclasses.replace(cache, control=control),
+    state = state.with_control(
+        control,
         phase=set_at(state.phase, slots, Phase.PREEMPTED),
         num_preemptions=add_at(state.num_preemptions, slots, 1),
         row_request=jnp.where(is_victim, state.requests.num_slots, state.row_request),

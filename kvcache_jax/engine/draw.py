@@ -1,4 +1,4 @@
-"""From logits to the next tokens of requests, and what follows from them: who ends, who goes on."""
+"""From logits to the next tokens of requests, which end or go on with them."""
 
 import dataclasses
 from typing import NamedTuple
@@ -9,31 +9,25 @@ from jax import lax
 
 from kvcache_jax.arrays.masked_updates import add_at, first_true, get_at, set_at
 from kvcache_jax.core.state import Step
-from kvcache_jax.decoding.sampling import SamplingColumns, are_numbers, filtered_logprobs, row_keys, sample
-from kvcache_jax.decoding.speculation import accept_drafts, ngram_drafts
-from kvcache_jax.engine import outbox
+from kvcache_jax.decoding.sampling import SamplingColumns, are_numbers, sample
+from kvcache_jax.decoding.speculation import ngram_drafts, verify_drafts
 from kvcache_jax.engine.options import Options
 from kvcache_jax.engine.order import tokens_of
-from kvcache_jax.engine.state import EngineState, Finish, Phase, count
+from kvcache_jax.engine.policies import OUTPUT_WEIGHT
+from kvcache_jax.engine.state import NO_TOKEN, EngineState, Finish, Phase, count, note_in_outbox
 from kvcache_jax.operations.truncate import truncate_rows
 
 
 class Drawn(NamedTuple):
-    """The tokens drawn for each row in one step.
+    """The tokens drawn for each row in one step."""
 
-    Attributes:
-      tokens: i32[max_seqs, width].
-      logprobs: f32[max_seqs, width].
-      num_tokens: i32[max_seqs], how many of them count.
-      failure: i32[max_seqs], why nothing can be drawn from the logits after them: `Finish.NAN_LOGITS` or
-        `Finish.NO_TOKEN`; `Finish.NOT_YET` where something can.
-      tops: The most probable tokens i32[max_seqs, width, K] and their log-probabilities; None for K = 0.
-    """
-
-    tokens: jax.Array
-    logprobs: jax.Array
-    num_tokens: jax.Array
+    tokens: jax.Array  # i32[max_seqs, width]
+    logprobs: jax.Array  # f32[max_seqs, width]
+    num_tokens: jax.Array  # i32[max_seqs], how many of them count
+    # i32[max_seqs], why nothing can be drawn from the logits after them: `Finish.NAN_LOGITS` or
+    # `Finish.NO_TOKEN`; `Finish.NOT_YET` elsewhere.
     failure: jax.Array
+    # The most probable tokens i32[max_seqs, width, K] and their log-probabilities; None for K = 0.
     tops: tuple[jax.Array, jax.Array] | None
 
 
@@ -50,15 +44,9 @@ def row_sampling(state: EngineState) -> SamplingColumns:
 
 
 def next_tokens(state: EngineState, wanted: jax.Array, options: Options) -> tuple[jax.Array, jax.Array]:
-    """Picks what rows compute next: tokens that are known, and drafts after the last one.
+    """Picks the tokens that rows compute next, i32[max_seqs, width]: known ones, and drafts after the last.
 
-    Args:
-      state: The engine's.
-      wanted: bool[max_seqs], rows that take part.
-      options: The engine's.
-
-    Returns:
-      Tokens i32[max_seqs, width], and how many count, i32[max_seqs].
+    Rows take part where `wanted` bool[max_seqs]. Counts the tokens of each row too, i32[max_seqs].
     """
     start = get_at(state.requests.start, state.row_request, 0)
     place = jnp.arange(options.width, dtype=jnp.int32)[None]
@@ -74,8 +62,8 @@ def next_tokens(state: EngineState, wanted: jax.Array, options: Options) -> tupl
     num_left = get_at(state.requests.max_new - state.num_generated, state.row_request, 0)
     # One token is drawn after the accepted drafts, and with it they must not pass `max_new`.
     num_drafts = jnp.where(is_last, jnp.clip(num_left - 1, 0, num_drafts), 0)
-    behind = jnp.concatenate([tokens[:, :1], drafts], axis=1)
-    tokens = jnp.where(is_last[:, None], behind, tokens)
+    drafted = jnp.concatenate([tokens[:, :1], drafts], axis=1)
+    tokens = jnp.where(is_last[:, None], drafted, tokens)
     num_new = jnp.where(wanted, num_known + num_drafts, 0)
     return jnp.where(place < num_new[:, None], tokens, 0), num_new
 
@@ -85,12 +73,7 @@ def draw(
 ) -> tuple[EngineState, Drawn]:
     """Draws the next token of rows that computed all they know; takes back drafts that were not accepted.
 
-    Args:
-      state: After the step.
-      step: Of all rows.
-      logits: f32[max_seqs, width, vocab].
-      tokens: i32[max_seqs, width], what was computed.
-      options: The engine's.
+    The `logits` f32[max_seqs, width, vocab] are of the `tokens` i32[max_seqs, width] that a step computed.
     """
     # A row draws only when all its known tokens are computed: earlier parts of a prompt draw nothing.
     is_there = (step.query_len > 0) & (state.cache.context_len >= state.row_length) & state.is_running
@@ -104,10 +87,10 @@ def draw(
         failure = jnp.where(is_there & ~is_drawn, _failure_of(logits[:, 0]), Finish.NOT_YET)
         drawn = token[:, None], logprob[:, None], num_tokens, failure
         return state, Drawn(*drawn, _tops(logits, options))
-    return _draw_behind_drafts(state, step, logits, tokens, is_there, options)
+    return _draw_after_drafts(state, step, logits, tokens, is_there, options)
 
 
-def _draw_behind_drafts(
+def _draw_after_drafts(
     state: EngineState,
     step: Step,
     logits: jax.Array,
@@ -115,8 +98,8 @@ def _draw_behind_drafts(
     is_there: jax.Array,
     options: Options,
 ) -> tuple[EngineState, Drawn]:
-    """Accepts drafts as far as they are what would have been drawn."""
-    max_seqs, width, vocab = logits.shape
+    """Accepts drafts as far as they are the tokens that would have been drawn."""
+    max_seqs, width, _ = logits.shape
     order = jnp.arange(width, dtype=jnp.int32)
     # A row computes at least one known token before its drafts: the first logits that are drawn from.
     num_drafts = jnp.where(is_there, state.cache.context_len - state.row_length, 0)
@@ -124,26 +107,18 @@ def _draw_behind_drafts(
     place = jnp.minimum(last_known[:, None] + order[None], width - 1)
     logits = jnp.take_along_axis(logits, place[..., None], axis=1)
     drafts = jnp.take_along_axis(tokens, jnp.minimum(place + 1, width - 1), axis=1)[:, :-1]
-    wide = jax.tree.map(lambda field: jnp.repeat(field, width, axis=0), row_sampling(state))
-    target = filtered_logprobs(logits.reshape(max_seqs * width, vocab), wide).reshape(logits.shape)
-    # A draw has the key of its seed and position, so drafts do not change what a request samples.
-    keys = row_keys(wide, (state.row_length[:, None] + order[None]).reshape(-1)).reshape(max_seqs, width)
-    num_accepted, token = accept_drafts(target, drafts, num_drafts, None, keys)
-    emitted = jnp.concatenate([drafts, jnp.zeros_like(token)[:, None]], axis=1)
-    emitted = set_at(emitted, (jnp.arange(max_seqs, dtype=jnp.int32), num_accepted), token)
-    logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), emitted[..., None], axis=2)[..., 0]
-
-    # Nothing counts after the first logits that are no numbers: the row emits what came before, and fails.
-    num_drawn = jnp.sum(jnp.cumprod(are_numbers(logits), axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32)
+    emitted, logprobs, num_accepted, num_drawn = verify_drafts(
+        logits, row_sampling(state), state.row_length, drafts, num_drafts
+    )
+    # Nothing counts after the first logits that are no numbers: the row emits the tokens before, and fails.
     num_tokens = jnp.where(is_there, jnp.minimum(1 + num_accepted, num_drawn), 0)
     # Rejected drafts leave the cache again, so that it never holds a token that the request does not have.
     rows = jnp.where(num_accepted < num_drafts, jnp.arange(max_seqs, dtype=jnp.int32), max_seqs)
     control, _ = truncate_rows(
         state.cache.control, rows, state.row_length + num_accepted, config=state.cache.config
     )
-    state = dataclasses.replace(state, cache=dataclasses.replace(state.cache, control=control))
     state = count(
-        state,
+        state.with_control(control),
         drafted=jnp.sum(num_drafts, dtype=jnp.int32),
         accepted=jnp.sum(jnp.where(is_there, num_accepted, 0), dtype=jnp.int32),
     )
@@ -166,7 +141,7 @@ def _tops(logits: jax.Array, options: Options) -> tuple[jax.Array, jax.Array] | 
 
 
 def write_down(state: EngineState, drawn: Drawn, options: Options) -> EngineState:
-    """Adds the drawn tokens to their requests, up to what ends them, and tells the host."""
+    """Adds the drawn tokens to their requests, up to the one that ends them, and tells the host."""
     requests, slots = state.requests, state.row_request
     order = jnp.arange(drawn.tokens.shape[1], dtype=jnp.int32)[None]
     num_left = get_at(requests.max_new - state.num_generated, slots, 0)
@@ -190,17 +165,17 @@ def write_down(state: EngineState, drawn: Drawn, options: Options) -> EngineStat
     tokens = set_at(requests.tokens, place, drawn.tokens)
     # A failed draw is reported in an entry of its own, without a token.
     is_last = order == (num_tokens + is_undrawn.astype(jnp.int32) - 1)[:, None]
-    state = outbox.note(
+    state = note_in_outbox(
         state,
         (order < (num_tokens + is_undrawn.astype(jnp.int32))[:, None]).reshape(-1),
         jnp.broadcast_to(slots[:, None], is_new.shape).reshape(-1),
-        jnp.where(is_new, drawn.tokens, outbox.NO_TOKEN).reshape(-1),
+        jnp.where(is_new, drawn.tokens, NO_TOKEN).reshape(-1),
         jnp.where(is_new, drawn.logprobs, 0).reshape(-1),
         jnp.where(is_last, finish[:, None], 0).reshape(-1),
         None if drawn.tops is None else tuple(x.reshape(-1, x.shape[-1]) for x in drawn.tops),  # type: ignore
     )
     ended = jnp.where(has_ended, slots, requests.num_slots)
-    weight = options.output_weight * num_tokens
+    weight = OUTPUT_WEIGHT * num_tokens
     client = jnp.where(num_tokens > 0, get_at(requests.client, slots, 0), state.service.shape[0])
     state = dataclasses.replace(
         state,

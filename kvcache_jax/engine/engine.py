@@ -16,31 +16,34 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from kvcache_jax.arrays.number_checks import static_count, static_flag
+from kvcache_jax.core.arguments import hashable_id
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.decoding.arguments import as_list, check_model, require_functions
 from kvcache_jax.decoding.forward import Forward
 from kvcache_jax.decoding.options import require_option
-from kvcache_jax.engine.events import EngineFigures, TokenEvent, add_counts, event, events_of
-from kvcache_jax.engine.options import LIMITS, SCHEDULE, Limits, Options, Placement, Schedule, size
-from kvcache_jax.engine.outbox import outbox_width
-from kvcache_jax.engine.policies import policies
-from kvcache_jax.engine.program import HEADER_LEN, Report, outbox_len
-from kvcache_jax.engine.requests import GenerationRequest, one_namespace, require_id
-from kvcache_jax.engine.setup import (
+from kvcache_jax.engine.events import EngineFigures, Reader, TokenEvent, add_counts, event, events_of
+from kvcache_jax.engine.options import (
+    LIMITS,
+    SCHEDULE,
+    Limits,
+    Options,
+    Placement,
+    Schedule,
     check_batch_invariant,
     check_drafts,
-    checked_ids,
     inbox_sizes,
     most_admissions,
+    size,
     table_sizes,
     with_budget,
-    with_same_shapes,
 )
-from kvcache_jax.engine.shards import Shards
-from kvcache_jax.engine.state import EngineCounter, EngineState, Finish
+from kvcache_jax.engine.policies import policies
+from kvcache_jax.engine.program import HEADER_LEN, Report, outbox_len
+from kvcache_jax.engine.requests import GenerationRequest, one_namespace
+from kvcache_jax.engine.shards import Shards, with_same_shapes
+from kvcache_jax.engine.state import EngineCounter, EngineState, Finish, outbox_width
 from kvcache_jax.engine.step import Model, ProcessLogits
-from kvcache_jax.engine.table import RequestTable, Sample
-from kvcache_jax.engine.transfers import Reader
+from kvcache_jax.engine.table import RequestTable, Sample, checked_ids
 from kvcache_jax.prefix.names import namespace as make_namespace
 from kvcache_jax.prefix.names import namespace_within
 
@@ -65,21 +68,21 @@ class Engine:
         (the client with the least service first), or a name registered with `request_policy`.
       token_budget: Most tokens of a step. Default: one of each row, and as many of prompts as there are
         rows, at least 256.
-      schedule: The policy's parameters, and what is kept in reserve, `kv.engine.Schedule(watermark=0.05)`.
+      schedule: The policy's parameters, and the blocks in reserve, `kv.engine.Schedule(watermark=0.05)`.
       limits: How many requests it takes, and how large, `kv.engine.Limits(max_requests=1024)`.
       num_drafts: Draft tokens per row and step, from the row's own text; they count against the budget.
       num_top_logprobs: Most probable tokens reported with each token.
       process_logits: `(logits f32[max_seqs, vocab], state) -> logits`, for masks, penalties and bans; -inf is
         a ban. A request whose tokens are all banned ends with the finish reason "no_token".
-      batch_invariant: The bits of a token's logits depend on its tokens and their positions alone, not on who
-        else is in the batch, on hits, preemptions or the budget. See `invariant.py` for what makes it so.
+      batch_invariant: The bits of a token's logits depend on its tokens and their positions alone, not on
+        other requests of the batch, on hits, preemptions or the budget. See `invariant.py`.
         Attention is XLA's then: kernels are refused.
       steps_per_dispatch: Steps between two check-ins of the host.
       namespace: u32[4], of the weights, within which each request has its own; see `namespace_of`.
       placement: A mesh to run on, `kv.engine.Placement(mesh, row_axis="rows")`. Default: one device.
 
     Raises:
-      ValueError, TypeError: sizes that do not fit together, and what is no model.
+      ValueError, TypeError: sizes that do not fit together, no model.
 
     Example:
       >>> import jax, jax.numpy as jnp, kvcache_jax as kv
@@ -126,13 +129,8 @@ class Engine:
             piece_len=1,
             num_drafts=size("num_drafts", num_drafts, 0),
             num_top_logprobs=size("num_top_logprobs", num_top_logprobs, 0),
-            watermark=schedule.watermark,
-            ageing_steps=schedule.ageing_steps,
-            max_bypasses=schedule.max_bypasses,
+            schedule=schedule,
             most_admissions=most_admissions(config.max_seqs),
-            long_prefill_len=schedule.long_prefill_len or config.max_seq_len,
-            input_weight=1,
-            output_weight=2,
             batch_invariant=static_flag("batch_invariant", batch_invariant),
         )
         self._options = with_budget(options, config, token_budget)
@@ -185,7 +183,7 @@ class Engine:
           How many of them; push the others later.
 
         Raises:
-          ValueError, TypeError: what is no request, or has an id that another one has, or more stop tokens,
+          ValueError, TypeError: no request, or one with the id of another, with more stop tokens,
             items, samples or a higher client than the engine was made for. Then none was taken.
         """
         with self._lock:
@@ -207,7 +205,7 @@ class Engine:
 
     def cancel(self, request_id: Hashable) -> bool:
         """Ends all samples of a request; their events tell when. False if it has ended, or never was."""
-        is_found, request_id = False, require_id(request_id)
+        is_found, request_id = False, hashable_id("id", request_id)
         with self._lock:
             for table in self._tables:
                 for sample in table.samples_of(request_id):
@@ -218,8 +216,8 @@ class Engine:
     def set_params(self, params: Any, namespace: ArrayLike | None = None) -> None:
         """Goes on with other parameters from the next dispatch on; rows that run keep their place.
 
-        What these rows have in the cache stays as it is, computed under the old parameters, and none of it is
-        published any more. A row that is preempted is computed anew, under the new ones.
+        The keys and values of these rows stay as they are, computed under the old parameters, and none of
+        them is published any more. A row that is preempted is computed anew, under the new ones.
 
         Args:
           params: Of the same shapes and dtypes.
@@ -286,7 +284,7 @@ class Engine:
     def drain(self, max_steps: int | None = None) -> None:
         """Starts the next dispatch, and takes in the report of the one before; for a loop of one's own.
 
-        What came of it is for `take_events`.
+        Its events are for `take_events`.
 
         Args:
           max_steps: Of the next dispatch, at most `steps_per_dispatch`.
@@ -319,7 +317,7 @@ class Engine:
         """Lowers the engine's program, to be compiled ahead or looked into; runs nothing.
 
         Returns:
-          The only program that it has, whatever its requests; `.compile()` says what memory it takes.
+          The only program that it has, whatever its requests; `.compile()` says how much memory it takes.
         """
         with self._lock:
             inboxes = [table.pack(False).inbox for table in self._tables]

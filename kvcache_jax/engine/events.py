@@ -3,11 +3,11 @@
 import dataclasses
 from collections.abc import Hashable
 
+import jax
 import numpy as np
 
-from kvcache_jax.engine.outbox import NO_TOKEN, NUM_COLUMNS
 from kvcache_jax.engine.program import HEADER_LEN, Report
-from kvcache_jax.engine.state import EngineCounter, Finish
+from kvcache_jax.engine.state import NO_TOKEN, NUM_COLUMNS, EngineCounter, Finish
 from kvcache_jax.engine.table import RequestTable, Sample
 
 
@@ -40,7 +40,7 @@ class EngineFigures:
 
     Attributes:
       running: Rows with a request.
-      waiting: Requests without a row, those included that the device has not heard of.
+      waiting: RequestArrays without a row, those included that the device has not heard of.
       blocks_used: Referenced blocks, all groups.
       blocks_cached: Published blocks without owner.
       blocks_free: The others.
@@ -99,3 +99,15 @@ def add_counts(counts: dict[EngineCounter, int], report: np.ndarray) -> None:
     counters = report[len(Report) : HEADER_LEN].view(np.uint32)
     for counter in EngineCounter:
         counts[counter] += (counters[counter].item() - counts[counter]) % 2**32
+
+
+class Reader:
+    """The one place where the engine reads arrays of the device; each read waits for it, and is counted."""
+
+    def __init__(self):
+        self.num_reads = 0
+
+    def __call__(self, array: jax.Array) -> np.ndarray:
+        """Waits for an array and copies it to the host."""
+        self.num_reads += 1
+        return jax.device_get(array)

@@ -1,4 +1,4 @@
-"""One step of the engine whose logits do not depend on who else is in the batch, to the last bit.
+"""One step of the engine whose logits do not depend on the other rows of the batch, to the last bit.
 
     finish -> admit -> reserve for prompts                        under a guard, a loop of 0 or 1 trips
     a part of the prompts -> model                                as often as there are parts
@@ -7,18 +7,18 @@
 
 Floating point sums depend on their order, and XLA chooses the order by shapes: one row's products differ
 between batches of 1, 8 and 64 tokens. So the model is called at one place of the program, in the body of a
-loop, always on as many tokens, `body_len`, each a row of one token: prompts are a few trips more. What is
-left to hold is that a row of that one shape does not depend on its place in it, nor on the other rows:
+loop, always on as many tokens, `body_len`, each a row of one token: prompts are a few trips more. One
+thing is left: a row of that one shape must not depend on its place in it, nor on the other rows:
 
 * Products, norms and rotations work row by row, and XLA computes each row of a product alike. `body_len` is a
   multiple of 16, so that no row falls to the remainder of a vectorised loop.
 * Attention goes through tiles of one length from each row's first block on. A tile after a row's last one,
   which only longer rows need, changes nothing: it adds 0 and scales by exp(0) = 1.
 
-Tests hold this for what XLA compiles on CPUs; other backends, and models that mix rows, promise nothing.
+Tests hold this for XLA's programs on CPUs; other backends, and models that mix rows, promise nothing.
 
 References:
-  Defeating Nondeterminism in LLM Inference (He, Thinking Machines Lab, 2025): what varies, and fixed tiles.
+  Defeating Nondeterminism in LLM Inference (He, Thinking Machines Lab, 2025), for the causes and fixed tiles.
 """
 
 import dataclasses
@@ -46,18 +46,12 @@ def body_len(max_seqs: int, options: Options) -> int:
     return ceil_div(max_seqs * options.width, _MULTIPLE) * _MULTIPLE
 
 
-class Prompts(NamedTuple):
-    """The prompt tokens of a step.
+class PromptTokens(NamedTuple):
+    """The prompt tokens of a step."""
 
-    Attributes:
-      tokens: i32[n, 1].
-      step: Step of n rows of one token each, without plans.
-      num_parts: i32[], bodies that they fill.
-    """
-
-    tokens: jax.Array
-    step: Step
-    num_parts: jax.Array
+    tokens: jax.Array  # i32[n, 1]
+    step: Step  # of n rows of one token each, without plans
+    num_parts: jax.Array  # i32[], bodies that they fill
 
 
 class Next(NamedTuple):
@@ -72,13 +66,13 @@ def take_invariant_step(model: Model, params: Any, state: EngineState, options: 
     length = body_len(state.cache.max_seqs, options)
     is_rare = is_unusual(state)
 
-    def plan_prompts(state: EngineState) -> tuple[EngineState, Prompts]:
+    def plan_prompts(state: EngineState) -> tuple[EngineState, PromptTokens]:
         state, plan = schedule(state, options)
         state, step = reserve_prompts(state, plan)
         num_rows = ceil_div(plan.tokens.size, length) * length
         tokens, step = _by_token(state.cache, plan.tokens, step, num_rows)
         num_tokens = num_true(plan.num_tokens > 0)
-        return state, Prompts(tokens, step, (num_tokens + length - 1) // length)
+        return state, PromptTokens(tokens, step, (num_tokens + length - 1) // length)
 
     def plan_next(state: EngineState) -> tuple[EngineState, Next]:
         none = jnp.zeros(state.cache.max_seqs, bool)

@@ -1,13 +1,16 @@
-"""Options of an engine: values that group what it is asked for, and what is compiled into its program."""
+"""Options of an engine: values that group its arguments, and choices compiled into its program."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from jax.sharding import Mesh
 
 from kvcache_jax.arrays.number_checks import finite_number, static_count
-from kvcache_jax.core.config import ceil_div
+from kvcache_jax.core.config import CacheConfig, ceil_div
 from kvcache_jax.core.state import Cache
+from kvcache_jax.decoding.arguments import check_num_drafts
+from kvcache_jax.engine.requests import TableSizes
 
 MOST = 2**30
 """Of anything: the sum of two is an i32."""
@@ -33,7 +36,7 @@ class Limits:
     """Limits of the requests that an engine takes: the sizes of its table.
 
     Attributes:
-      max_requests: Requests that wait or run, each sample counted. Default: 4 per row, at least 64.
+      max_requests: RequestArrays that wait or run, each sample counted. Default: 4 per row, at least 64.
       max_tokens: Tokens of all of these, prompts and longest continuations. Default: as many as a quarter of
         `max_requests`, or all rows, have at most.
       max_stop_tokens: Stop tokens of one request.
@@ -41,7 +44,7 @@ class Limits:
       num_clients: Clients of the policy "fair".
 
     Raises:
-      ValueError, TypeError: what is no size.
+      ValueError, TypeError: no size.
     """
 
     max_requests: int | None = None
@@ -60,7 +63,7 @@ LIMITS = Limits()
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """Parameters of the policy by which an engine serves, and of what it keeps in reserve.
+    """Parameters of the policy by which an engine serves, and of the blocks that it keeps in reserve.
 
     Attributes:
       watermark: Share of the blocks that an admission leaves free, while a row runs.
@@ -69,7 +72,7 @@ class Schedule:
       long_prefill_len: Most tokens of one prompt in one step. Default: `max_seq_len`.
 
     Raises:
-      ValueError, TypeError: what is no share, no size.
+      ValueError, TypeError: no share, no size.
     """
 
     watermark: float = 0.01
@@ -93,17 +96,17 @@ SCHEDULE = Schedule()
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Placement:
-    """Devices on which an engine runs, and what is split over them.
+    """Devices on which an engine runs, and the axes that are split over them.
 
     Attributes:
       mesh: The devices.
       row_axis: Mesh axis whose devices have `max_seqs` rows and a scheduler each; each request goes to the
         one that has least to do. Heads are split over `config.head_axis`, if it is set: `forward` then runs
-        within `jax.shard_map`, sees its own heads, and adds up over that axis what it must.
+        within `jax.shard_map`, sees its own heads, and adds up over that axis where it must.
       params_spec: `PartitionSpec`s of the parameters, a prefix of their tree. Default: on all devices.
 
     Raises:
-      ValueError, TypeError: what is no mesh, an axis that the mesh lacks.
+      ValueError, TypeError: no mesh, an axis that the mesh lacks.
     """
 
     mesh: Mesh
@@ -125,37 +128,16 @@ def require_axis(name: str, axis: str | None, mesh: Mesh | None) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Choices that are compiled into the program; hashable.
+    """Choices that are compiled into the program; hashable."""
 
-    Attributes:
-      policy: Name of a `request_policy`.
-      num_pieces: Pieces of prompts that a step computes beside the rows' next tokens.
-      piece_len: Tokens of a piece.
-      num_drafts: Draft tokens per row and step.
-      num_top_logprobs: Most probable tokens whose log-probabilities are reported.
-      watermark: Share of the blocks that an admission leaves free while a row runs.
-      ageing_steps: As in `RequestMetadata`.
-      max_bypasses: Later requests that may be admitted before one, as in `RequestMetadata`.
-      most_admissions: Requests looked at for admission in one step.
-      long_prefill_len: Most tokens of one prompt in one step.
-      input_weight: Service of a token of a prompt.
-      output_weight: Service of a generated token.
-      batch_invariant: Whether a token's logits may not depend on its company, to the bit; pieces are then of
-        one token.
-    """
-
-    policy: str
-    num_pieces: int
-    piece_len: int
-    num_drafts: int
-    num_top_logprobs: int
-    watermark: float
-    ageing_steps: int
-    max_bypasses: int
-    most_admissions: int
-    long_prefill_len: int
-    input_weight: int
-    output_weight: int
+    policy: str  # name of a `request_policy`
+    num_pieces: int  # pieces of prompts that a step computes beside the rows' next tokens
+    piece_len: int  # tokens of a piece
+    num_drafts: int  # draft tokens per row and step
+    num_top_logprobs: int  # most probable tokens whose log-probabilities are reported
+    schedule: Schedule
+    most_admissions: int  # requests looked at for admission in one step
+    # Whether a token's logits may not depend on its company, to the bit; pieces are then of one token.
     batch_invariant: bool = False
 
     @property
@@ -166,4 +148,88 @@ class Options:
     def num_reserved(self, cache: Cache) -> list[int]:
         """Counts the blocks of each group that the watermark holds back."""
         pools = cache.control.block_pools
-        return [ceil_div(int(self.watermark * pool.num_blocks * 1000), 1000) for pool in pools]
+        return [ceil_div(int(self.schedule.watermark * pool.num_blocks * 1000), 1000) for pool in pools]
+
+
+_LEAST_PROMPT_TOKENS = 256
+"""Of a step, by default; with more rows as many as there are, for rows that end make room."""
+_LEAST_PIECES = 4
+_PIECE_LEN = 128
+"""Tokens of a piece where the budget has more of them: a prompt then wastes little of its last one."""
+
+
+def table_sizes(limits: Limits, config: CacheConfig) -> TableSizes:
+    """Works out the sizes of a table of requests."""
+    num_slots = max(4 * config.max_seqs, 64) if limits.max_requests is None else limits.max_requests
+    longest, num_tokens = config.max_seq_len + 1, limits.max_tokens
+    if num_tokens is None:
+        num_tokens = min(max(num_slots // 4, config.max_seqs, 2) * longest, MOST)
+    return TableSizes(
+        num_slots=size("max_requests", num_slots),
+        num_tokens=size("max_tokens", num_tokens, longest),
+        num_stops=max(limits.max_stop_tokens, 1),
+        num_clients=limits.num_clients,
+        num_items=limits.max_items,
+    )
+
+
+def inbox_sizes(sizes: TableSizes, config: CacheConfig) -> TableSizes:
+    """Works out the sizes of the inbox of one dispatch, for a table of these sizes."""
+    most = most_entering(config.max_seqs)
+    return dataclasses.replace(
+        sizes,
+        num_slots=min(sizes.num_slots, most),
+        num_tokens=max(config.max_seq_len + 1, min(sizes.num_tokens, 256 * most)),
+    )
+
+
+def most_admissions(max_seqs: int) -> int:
+    """Returns how many requests a step looks at for admission: rows are full within some dozens of steps."""
+    return max(4, max_seqs // 64)
+
+
+def most_entering(max_seqs: int) -> int:
+    """Returns how many requests a dispatch takes in, enough for its steps to admit."""
+    return max(64, max_seqs // 4)
+
+
+def with_budget(options: Options, config: CacheConfig, token_budget: int | None) -> Options:
+    """Shares a step's tokens between the rows' next ones and prompts."""
+    num_next = config.max_seqs * options.width
+    if token_budget is None:
+        token_budget = num_next + max(min(_LEAST_PROMPT_TOKENS, config.max_seq_len), config.max_seqs)
+    num_prompt = size("token_budget", token_budget) - num_next
+    if num_prompt < 1:
+        raise ValueError(
+            f"token_budget is {token_budget}, expected more than {num_next}, the next tokens of "
+            f"{config.max_seqs} rows of {options.width}: raise it, or lower max_seqs"
+        )
+    num_pieces, piece_len = (num_prompt, 1) if options.batch_invariant else piece_sizes(num_prompt)
+    return dataclasses.replace(options, num_pieces=num_pieces, piece_len=piece_len)
+
+
+def check_drafts(options: Options, config: CacheConfig, process_logits: Callable | None) -> None:
+    """Refuses drafts where a hook, the cache's steps or its windows cannot take them."""
+    if options.num_drafts == 0:
+        return
+    if process_logits is not None:
+        raise ValueError(
+            f"got num_drafts = {options.num_drafts} and process_logits, expected one of them: the hook sees "
+            "one next token per row, and drafts are several"
+        )
+    check_num_drafts(options.num_drafts, config)
+
+
+def check_batch_invariant(options: Options, config: CacheConfig) -> None:
+    """Refuses the batch-invariant mode with kernels, whose splits of a row depend on the other rows."""
+    if options.batch_invariant and config.implementation not in (None, "xla"):
+        raise ValueError(
+            f"batch_invariant is True and implementation {config.implementation!r}, expected 'xla': how a "
+            "kernel splits a row, and so how it rounds, may depend on the other rows"
+        )
+
+
+def piece_sizes(num_tokens: int) -> tuple[int, int]:
+    """Cuts `num_tokens` of a step into pieces: how many, and tokens of each."""
+    piece_len = ceil_div(num_tokens, max(_LEAST_PIECES, num_tokens // _PIECE_LEN))
+    return max(num_tokens // piece_len, 1), piece_len

@@ -1,4 +1,4 @@
-"""Requests in the order of a policy."""
+"""RequestArrays in the order of a policy."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ _LAST = jnp.iinfo(jnp.int32).max
 
 
 def metadata(state: EngineState, options: Options, num_cached: jax.Array | None = None) -> RequestMetadata:
-    """Collects what policies look at; `num_cached` is i32[R]."""
+    """Collects the metadata that policies see; `num_cached` is i32[R]."""
     requests = state.requests
     return RequestMetadata(
         uid=requests.uid,
@@ -28,8 +28,8 @@ def metadata(state: EngineState, options: Options, num_cached: jax.Array | None 
         num_preemptions=state.num_preemptions,
         num_bypassed=state.num_bypassed,
         service=get_at(state.service, requests.client, 0),
-        ageing_steps=options.ageing_steps,
-        max_bypasses=options.max_bypasses,
+        ageing_steps=options.schedule.ageing_steps,
+        max_bypasses=options.schedule.max_bypasses,
     )
 
 
@@ -50,7 +50,7 @@ def rows_in_order(state: EngineState, options: Options) -> jax.Array:
 
 
 def prompts_of(state: EngineState, slots: jax.Array) -> Prompts:
-    """Reads the tokens of requests `slots` i32[n] as prompts: what was generated belongs to them."""
+    """Reads the tokens of requests `slots` i32[n] as prompts: generated ones belong to them."""
     requests = state.requests
     num_tokens = get_at(state.length, slots, 0)
     tokens = items = None

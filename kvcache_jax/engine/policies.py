@@ -1,9 +1,9 @@
-"""Policies: which waiting request is served next, and which running one gives way first.
+"""Policies: the order in which waiting requests are served and running ones give way.
 
 A policy is a pure function of all requests at once. It returns keys, most significant first; the lowest is
 served first, of equal ones the one that came first. The order of running rows is a second function, for an
-order that changes while rows run has two rows preempt each other in turns: it may depend on what a request
-is, and on its preemptions, which are bounded below, and not on time or on service.
+order that changes while rows run has two rows preempt each other in turns: it may depend on a request's
+fixed fields, and on its preemptions, which are bounded below, and not on time or on service.
 """
 
 from collections.abc import Callable
@@ -22,11 +22,11 @@ class RequestMetadata(NamedTuple):
       uid: i32[R], number in the order of arrival.
       arrival_step: i32[R], the step at which it came, counted from the present one: 0 or less.
       priority: i32[R], higher is more urgent.
-      num_tokens: i32[R], tokens known: prompt and what was generated.
+      num_tokens: i32[R], tokens known: prompt and generated ones.
       num_cached: i32[R], cached tokens of the first waiting requests; 0 unless the policy asks.
       num_preemptions: i32[R].
       num_bypassed: i32[R], later requests that were admitted before it.
-      service: i32[R], what its client got so far, in weighted tokens.
+      service: i32[R], weighted tokens that its client got so far.
       ageing_steps: Steps that weigh as much as one of priority (static).
       max_bypasses: Later requests that may go before one (static).
     """
@@ -73,13 +73,7 @@ def request_policy(name: str, *, row_key: Key | None = None, looks_up: bool = Fa
 
 
 def keys_of(policy: str, requests: RequestMetadata, *, of_rows: bool = False) -> tuple[jax.Array, ...]:
-    """Computes the keys of all requests, i32[R] each; the last one tells any two apart.
-
-    Args:
-      policy: A name.
-      requests: The requests.
-      of_rows: Whether running rows are ordered, not waiting requests.
-    """
+    """Computes the keys of waiting requests, or `of_rows`, i32[R] each; the last one tells any two apart."""
     registered = policies.find(policy)
     with policies.noted(policy):
         keys = (registered.options["row_key"] if of_rows else registered.function)(requests)
@@ -121,6 +115,10 @@ def _by_cached_prefix(requests: RequestMetadata) -> tuple[jax.Array, ...]:
     """Orders by the tokens that the cache has; a request that was bypassed too often is first."""
     is_passed = requests.num_bypassed >= requests.max_bypasses
     return (1 - is_passed.astype(jnp.int32), jnp.where(is_passed, 0, -requests.num_cached))
+
+
+INPUT_WEIGHT, OUTPUT_WEIGHT = 1, 2
+"""Service of a token of a prompt, and of a generated one."""
 
 
 @request_policy("fair")

@@ -1,4 +1,4 @@
-"""The engine's one program: takes in what the host has for it, makes up to `k` steps, and reports.
+"""The engine's one program: takes in the host's news, makes up to `k` steps, and reports.
 
 The report is one array of i32, so that the host reads once per dispatch: a header (`Report`), then the
 outbox.
@@ -16,12 +16,19 @@ from kvcache_jax.arrays.masked_updates import get_at, num_true, set_at
 from kvcache_jax.arrays.pytree import pytree_dataclass
 from kvcache_jax.blocks.block_pool import num_used
 from kvcache_jax.core.config import CacheConfig
-from kvcache_jax.decoding.sampling import SamplingColumns
-from kvcache_jax.engine import outbox
 from kvcache_jax.engine.invariant import take_invariant_step
 from kvcache_jax.engine.options import Options
+from kvcache_jax.engine.requests import RequestArrays
 from kvcache_jax.engine.schedule import finish
-from kvcache_jax.engine.state import EngineCounter, EngineState, Finish, Phase, count
+from kvcache_jax.engine.state import (
+    NO_TOKEN,
+    EngineCounter,
+    EngineState,
+    Finish,
+    Phase,
+    count,
+    note_in_outbox,
+)
 from kvcache_jax.engine.step import Model, take_step
 
 
@@ -33,7 +40,7 @@ class Report(enum.IntEnum):
     RUNNING = 1
     """Rows with a request."""
     WAITING = 2
-    """Requests without a row."""
+    """RequestArrays without a row."""
     BLOCKS_USED = 3
     """Referenced blocks, all groups."""
     BLOCKS_CACHED = 4
@@ -49,42 +56,16 @@ _MOST_SERVICE = 2**29
 
 @pytree_dataclass()
 class Inbox:
-    """News from the host, handed over with a dispatch; arrays of fixed sizes, in numpy.
+    """News from the host, handed over with a dispatch; arrays of fixed sizes, in numpy."""
 
-    Attributes:
-      slots: i32[N], where new requests go; `num_slots` for none.
-      uid, prompt_len, max_new, start, priority, client, parent, parent_uid: i32[N], as in `Requests`.
-      sampling: SamplingColumns of N rows.
-      stop: i32[N, S].
-      items: i32[N, I, 2], or None.
-      tokens: i32[M], tokens of prompts.
-      places: i32[M], where each goes in the table's buffer; its length for none.
-      ended: i32[E], slots of requests that end; `num_slots` for none.
-      ended_uid: i32[E], which request it is.
-      reason: i32[E], `Finish`.
-      has_new_weights: bool[], rows that run were computed under other ones.
-      namespace: u32[R, 4], of all slots of the table, which new weights change.
-    """
-
-    slots: jax.Array
-    uid: jax.Array
-    start: jax.Array
-    prompt_len: jax.Array
-    max_new: jax.Array
-    sampling: SamplingColumns
-    stop: jax.Array
-    priority: jax.Array
-    client: jax.Array
-    parent: jax.Array
-    parent_uid: jax.Array
-    items: jax.Array | None
-    tokens: jax.Array
-    places: jax.Array
-    ended: jax.Array
-    ended_uid: jax.Array
-    reason: jax.Array
-    has_new_weights: jax.Array
-    namespace: jax.Array
+    slots: jax.Array  # i32[N], where new requests go; `num_slots` for none
+    # The N new ones; `tokens` are i32[M], `namespace` u32[R, 4] of all slots, which new weights change.
+    requests: RequestArrays
+    places: jax.Array  # i32[M], where each token goes in the table's buffer; its length for none
+    ended: jax.Array  # i32[E], slots of requests that end; `num_slots` for none
+    ended_uid: jax.Array  # i32[E], which request it is
+    reason: jax.Array  # i32[E], `Finish`
+    has_new_weights: jax.Array  # bool[], rows that run were computed under other ones
 
 
 def run_dispatch(
@@ -92,8 +73,7 @@ def run_dispatch(
 ) -> tuple[EngineState, jax.Array]:
     """Takes in the inbox and makes up to `max_steps` i32[] steps, while there is work and room in the outbox.
 
-    Returns:
-      The state, and the report i32[HEADER_LEN + outbox].
+    The report is i32[HEADER_LEN + outbox].
     """
     state = dataclasses.replace(state, outbox_len=jnp.zeros_like(state.outbox_len))
     state = _take_in(state, inbox, options)
@@ -132,7 +112,7 @@ def _report(state: EngineState) -> jax.Array:
 
 
 def _take_in(state: EngineState, inbox: Inbox, options: Options) -> EngineState:
-    """Ends what the host ended, changes the weights, and enters new requests."""
+    """Ends requests that the host ended, changes the weights, and enters new requests."""
     state = _end(state, inbox)
     state = dataclasses.replace(state, may_publish=state.may_publish & ~inbox.has_new_weights)
     return _enter(count(state, updates=inbox.has_new_weights[None]), inbox)
@@ -148,9 +128,7 @@ def _end(state: EngineState, inbox: Inbox) -> EngineState:
     is_ended = set_at(jnp.zeros(state.phase.shape, bool), slots, True)
     ends = get_at(is_ended, state.row_request, False)
     nothing = jnp.zeros_like(slots)
-    state = outbox.note(
-        state, is_it, slots, nothing + outbox.NO_TOKEN, nothing.astype(jnp.float32), inbox.reason
-    )
+    state = note_in_outbox(state, is_it, slots, nothing + NO_TOKEN, nothing.astype(jnp.float32), inbox.reason)
     state = dataclasses.replace(
         state,
         phase=jnp.where(is_ended, Phase.DONE, state.phase).astype(jnp.int32),
@@ -162,27 +140,18 @@ def _end(state: EngineState, inbox: Inbox) -> EngineState:
 
 def _enter(state: EngineState, inbox: Inbox) -> EngineState:
     """Enters new requests into the table; those that can never run are refused at once."""
-    requests, slots = state.requests, inbox.slots
-    is_new = slots < requests.num_slots
+    slots, old, new = inbox.slots, state.requests, inbox.requests
+    is_new = slots < old.num_slots
     service = _lifted(state)
+    of_slots = (requests.of_slots() for requests in (old, new))
     requests = dataclasses.replace(
-        requests,
-        tokens=set_at(requests.tokens, inbox.places, inbox.tokens),
-        uid=set_at(requests.uid, slots, inbox.uid),
-        start=set_at(requests.start, slots, inbox.start),
-        prompt_len=set_at(requests.prompt_len, slots, inbox.prompt_len),
-        max_new=set_at(requests.max_new, slots, inbox.max_new),
-        sampling=jax.tree.map(lambda x, new: set_at(x, slots, new), requests.sampling, inbox.sampling),
-        stop=set_at(requests.stop, slots, inbox.stop),
-        priority=set_at(requests.priority, slots, inbox.priority),
-        arrival_step=set_at(requests.arrival_step, slots, state.step),
-        client=set_at(requests.client, slots, inbox.client),
-        namespace=inbox.namespace,
-        parent=set_at(requests.parent, slots, inbox.parent),
-        parent_uid=set_at(requests.parent_uid, slots, inbox.parent_uid),
-        items=None if requests.items is None else set_at(requests.items, slots, inbox.items),  # type: ignore
+        old,
+        **jax.tree.map(lambda x, values: set_at(x, slots, values), *of_slots),
+        tokens=set_at(old.tokens, inbox.places, new.tokens),
+        namespace=new.namespace,
+        arrival_step=set_at(old.arrival_step, slots, state.step),
     )
-    is_refused = is_new & is_beyond(state.cache, inbox.prompt_len + inbox.max_new - 1)
+    is_refused = is_new & is_beyond(state.cache, new.prompt_len + new.max_new - 1)
     phase = jnp.where(is_refused, Phase.DONE, Phase.WAITING).astype(jnp.int32)
     zeros = jnp.zeros_like(slots)
     state = dataclasses.replace(
@@ -195,11 +164,11 @@ def _enter(state: EngineState, inbox: Inbox) -> EngineState:
         may_admit=state.may_admit | is_new.any(),
         service=service,
     )
-    state = outbox.note(
+    state = note_in_outbox(
         state,
         is_refused,
         slots,
-        zeros + outbox.NO_TOKEN,
+        zeros + NO_TOKEN,
         zeros.astype(jnp.float32),
         zeros + Finish.REFUSED,
     )

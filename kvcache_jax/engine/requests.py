@@ -1,4 +1,4 @@
-"""Requests: one as its caller writes it, and the table of all requests on the device.
+"""RequestArrays: one as its caller writes it, and the table of all requests on the device.
 
 The table has a fixed number of slots. A request has the same slot from the time it is pushed until the host
 has read that it ended; then the slot is another's, so 10,000 requests go through a table of 64. Its tokens
@@ -20,46 +20,30 @@ from jax.typing import ArrayLike
 
 from kvcache_jax.arrays.number_checks import finite_number, static_count
 from kvcache_jax.arrays.pytree import pytree_dataclass
-from kvcache_jax.core.arguments import namespace_words, priorities
+from kvcache_jax.core.arguments import hashable_id, namespace_words, priorities
 from kvcache_jax.core.token_arguments import host_tokens
 from kvcache_jax.decoding.options import GREEDY, SamplingParams, require_option
 from kvcache_jax.decoding.sampling import SamplingColumns
 
 
 @pytree_dataclass()
-class Requests:
-    """The table of requests on the device; `R` slots.
+class RequestArrays:
+    """The table of requests on the device; `R` slots."""
 
-    Attributes:
-      tokens: i32[any], runs of prompts and what follows them.
-      uid: i32[R], number in the order of arrival; -1 for a slot that was never used.
-      start: i32[R], first token in `tokens`.
-      prompt_len: i32[R].
-      max_new: i32[R], most tokens to generate.
-      sampling: SamplingColumns of R rows.
-      stop: i32[R, S], tokens that end it; -1 for none.
-      priority: i32[R], higher is served first by the policy "priority".
-      arrival_step: i32[R], steps of the engine before it came, modulo 2**32.
-      client: i32[R], who asks, for the policy "fair".
-      namespace: u32[R, 4], who may share its blocks, within the namespace of the present weights.
-      parent: i32[R], slot of the request whose prompt it forks; R for none.
-      parent_uid: i32[R], the `uid` that it has if it is still that one.
-      items: i32[R, I, 2], first position and end of multimodal items, equal ones for none; None for I = 0.
-    """
-
-    tokens: jax.Array
-    uid: jax.Array
-    start: jax.Array
-    prompt_len: jax.Array
-    max_new: jax.Array
+    tokens: jax.Array  # i32[any], runs of prompts and generated tokens
+    uid: jax.Array  # i32[R], number in the order of arrival; -1 for a slot that was never used
+    start: jax.Array  # i32[R], first token in `tokens`
+    prompt_len: jax.Array  # i32[R]
+    max_new: jax.Array  # i32[R], most tokens to generate
     sampling: SamplingColumns
-    stop: jax.Array
-    priority: jax.Array
-    arrival_step: jax.Array
-    client: jax.Array
-    namespace: jax.Array
-    parent: jax.Array
-    parent_uid: jax.Array
+    stop: jax.Array  # i32[R, S], tokens that end it; -1 for none
+    priority: jax.Array  # i32[R], higher is served first by the policy "priority"
+    arrival_step: jax.Array  # i32[R], steps of the engine before it came, modulo 2**32
+    client: jax.Array  # i32[R], number of the client, for the policy "fair"
+    namespace: jax.Array  # u32[R, 4], who may share its blocks, within the namespace of the present weights
+    parent: jax.Array  # i32[R], slot of the request whose prompt it forks; R for none
+    parent_uid: jax.Array  # i32[R], the `uid` that it has if it is still that one
+    # i32[R, I, 2], first position and end of multimodal items, equal ones for none; None for I = 0.
     items: jax.Array | None
 
     @property
@@ -67,34 +51,32 @@ class Requests:
         """Slots; also the slot that means none."""
         return self.uid.shape[-1]
 
+    def of_slots(self) -> dict[str, Any]:
+        """Returns the arrays by name that the host fills slot by slot."""
+        apart = "tokens", "namespace", "arrival_step"
+        names = [field.name for field in dataclasses.fields(self) if field.name not in apart]
+        return {name: getattr(self, name) for name in names}
+
 
 @dataclasses.dataclass(frozen=True)
 class TableSizes:
-    """Sizes of the table (static).
+    """Sizes of the table (static)."""
 
-    Attributes:
-      num_slots: Requests at the same time, each sample counted; those that wait included.
-      num_tokens: Of the buffer of tokens.
-      num_stops: Stop tokens of one request.
-      num_clients: Clients of the policy "fair".
-      num_items: Multimodal items of one request.
-    """
-
-    num_slots: int
-    num_tokens: int
-    num_stops: int
-    num_clients: int
-    num_items: int
+    num_slots: int  # requests at the same time, each sample counted; those that wait included
+    num_tokens: int  # of the buffer of tokens
+    num_stops: int  # stop tokens of one request
+    num_clients: int  # clients of the policy "fair"
+    num_items: int  # multimodal items of one request
 
 
-def empty_requests(sizes: TableSizes) -> Requests:
+def empty_requests(sizes: TableSizes) -> RequestArrays:
     """Makes a table without requests, in numpy; `Inbox` builds its columns from one of N slots."""
     num_slots = sizes.num_slots
 
     def column(fill: int = 0, shape: tuple[int, ...] = (), dtype: Any = np.int32) -> Any:
         return np.full((num_slots, *shape), fill, dtype)
 
-    return Requests(
+    return RequestArrays(
         tokens=np.zeros(sizes.num_tokens, np.int32),  # type: ignore
         uid=column(-1),
         start=column(),
@@ -125,7 +107,7 @@ class GenerationRequest:
     Attributes:
       prompt: Token ids, at least one; multimodal items have theirs from `item_tokens`.
       max_new_tokens: Most tokens to generate. With the prompt at most `max_seq_len + 1`: the last one is not
-        stored. What is longer, however long, is answered by the finish reason "refused".
+        stored. A longer one, however long, is answered by the finish reason "refused".
       id: Names it in results, anything that can be hashed; unique among those that have not ended. Default: a
         number that no other request has.
       sampling: How its tokens are drawn, `kv.decoding.SamplingParams(temperature=0.8)`. Its one seed decides
@@ -135,7 +117,7 @@ class GenerationRequest:
       client: Who asks, for the policy "fair": 0 to below `num_clients`.
       namespace: u32[4], who may share its blocks, as in `allocate`; see `Engine.namespace_of`.
       num_samples: Continuations, which share the prompt's blocks.
-      deadline: Seconds after it was pushed; what is not done then ends. None: no end.
+      deadline: Seconds after it was pushed, when it ends if it is not done. None: no end.
       items: First position and end of each multimodal item, as in `allocate`.
 
     Example:
@@ -172,7 +154,7 @@ class GenerationRequest:
         items = _checked_items(self.items, len(prompt))
         checked: dict[str, Any] = {
             "prompt": prompt,
-            "id": require_id(self.id),
+            "id": hashable_id("id", self.id),
             "max_new_tokens": static_count("max_new_tokens", self.max_new_tokens),
             "stop_tokens": stops,
             "priority": int(priorities([self.priority], 1)[0]),
@@ -207,22 +189,6 @@ def _checked_items(items: Any, prompt_len: int) -> tuple[tuple[int, int], ...]:
 def one_namespace(namespace: ArrayLike | None) -> np.ndarray:
     """Checks one namespace, u32[4]; None is the namespace 0."""
     return np.array(namespace_words(namespace, 1))[0]
-
-
-def require_id(request_id: Hashable) -> Hashable:
-    """Refuses what a request could not be found by."""
-    try:
-        hash(request_id)
-    except TypeError as error:
-        raise TypeError(
-            f"id is {request_id!r} ({error}), expected one that can be hashed, such as a string or a number"
-        ) from None
-    if request_id != request_id:
-        raise ValueError(
-            f"id is {request_id!r}, which does not equal itself and could not be found again, expected one "
-            "that does, such as a string or a number"
-        )
-    return request_id
 
 
 def sample_seed(seed: Any, sample_id: int) -> int:

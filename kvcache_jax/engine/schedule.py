@@ -1,9 +1,9 @@
-"""The schedule of a step: what is freed, admitted and computed. A pure function of the state.
+"""The schedule of a step, a pure function of the state: rows freed, requests admitted, tokens computed.
 
 A step computes at most `max_seqs * width + num_pieces * piece_len` tokens, its budget. The rows' next tokens
-come first: every running row computes one in every step, whatever it has left to do. What the budget leaves
-goes to the prompts of running rows, the best row first, and then to the prompts just admitted. The last
-token of a prompt is always such a next token, so that tokens are drawn in one place, and prompts are computed
+come first: every running row computes one in every step, whatever it has left to do. The rest of the budget
+goes to the prompts of running rows, the best row first, and then to the prompts just admitted. The last token
+of a prompt is always such a next token, so that tokens are drawn in one place, and prompts are computed
 without logits that no row needs.
 
 Progress. There is a request of which every step computes a token, as long as one waits or runs:
@@ -17,10 +17,9 @@ Progress. There is a request of which every step computes a token, as long as on
    many: by arrival those that came before; by priority those that came before or within the steps that
    their priority is worth.
 
-So every request ends after finitely many steps, also where the pool is exactly what it needs.
+So every request ends after finitely many steps, also where the pool has just the blocks that it needs.
 """
 
-import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -38,22 +37,14 @@ _STEPS_BETWEEN_ADMISSIONS = 16
 """Where nothing changed but the time."""
 
 
-class Plan(NamedTuple):
-    """The prompt tokens of a step: `P` pieces of `T`, the best row's first, a row's in order.
+class PromptPieces(NamedTuple):
+    """The prompt tokens of a step: `P` pieces of `T`, the best row's first, a row's in order."""
 
-    Attributes:
-      tokens: i32[P, T]; 0 where there is none.
-      rows: i32[P]; `max_seqs` for a piece without row.
-      first: i32[P], position of its first token.
-      nth: i32[P], its number among the row's pieces.
-      num_tokens: i32[P].
-    """
-
-    tokens: jax.Array
-    rows: jax.Array
-    first: jax.Array
-    nth: jax.Array
-    num_tokens: jax.Array
+    tokens: jax.Array  # i32[P, T]; 0 where there is none
+    rows: jax.Array  # i32[P]; `max_seqs` for a piece without row
+    first: jax.Array  # i32[P], position of its first token
+    nth: jax.Array  # i32[P], its number among the row's pieces
+    num_tokens: jax.Array  # i32[P]
 
 
 def is_unusual(state: EngineState) -> jax.Array:
@@ -76,26 +67,25 @@ def finish(state: EngineState) -> EngineState:
     rows = jnp.arange(state.cache.max_seqs, dtype=jnp.int32)
     rows = jnp.where(state.is_ended, rows, state.cache.max_seqs)
     control, _ = free_rows(state.cache.control, rows, config=state.cache.config)
-    return dataclasses.replace(
-        state,
-        cache=dataclasses.replace(state.cache, control=control),
+    return state.with_control(
+        control,
         is_ended=jnp.zeros_like(state.is_ended),
         may_admit=state.may_admit | state.is_ended.any(),
     )
 
 
-def schedule(state: EngineState, options: Options) -> tuple[EngineState, Plan]:
-    """Frees what ended, admits, and shares the budget among prompts; reads and writes no pool."""
+def schedule(state: EngineState, options: Options) -> tuple[EngineState, PromptPieces]:
+    """Frees rows that ended, admits, and shares the budget among prompts; reads and writes no pool."""
     state = admit(finish(state), options)
     return state, plan_prompts(state, options)
 
 
-def plan_prompts(state: EngineState, options: Options) -> Plan:
+def plan_prompts(state: EngineState, options: Options) -> PromptPieces:
     """Cuts the prompts of running rows, without their last tokens, into the pieces of one step."""
     num_pieces, piece_len = options.num_pieces, options.piece_len
     max_seqs, limit = state.cache.max_seqs, state.cache.config.query_len_limit
     order = rows_in_order(state, options)
-    most = min(limit, options.long_prefill_len)
+    most = min(limit, options.schedule.long_prefill_len or limit)
     want = jnp.clip(get_at(state.num_to_compute, order, 0) - 1, 0, most)
     num_wanted = quotient(want + piece_len - 1, piece_len)
     end = jnp.cumsum(num_wanted, dtype=jnp.int32)
@@ -112,4 +102,4 @@ def plan_prompts(state: EngineState, options: Options) -> Plan:
     place = jnp.arange(piece_len, dtype=jnp.int32)[None]
     tokens = get_at(state.requests.tokens, (start + first)[:, None] + place)
     tokens = jnp.where(place < num_tokens[:, None], tokens, 0)
-    return Plan(tokens, row, first, nth, num_tokens)
+    return PromptPieces(tokens, row, first, nth, num_tokens)

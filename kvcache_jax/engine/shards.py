@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.init import init
@@ -26,16 +26,10 @@ from kvcache_jax.engine.step import Model
 
 
 class Shards:
-    """The shards of an engine.
+    """The shards of an engine, on a mesh or one device.
 
-    Args:
-      placement: The mesh, and what is split over it; None for the default device.
-      config: Of each shard's cache.
-      params: The first ones. Without a mesh the engine lives where they are committed to, if they are.
-
-    Raises:
-      ValueError: a head axis that the mesh lacks, or one without a mesh; parameters on several devices that
-        are not one mesh.
+    Without a `placement` the engine lives where its first parameters are committed, else on the default
+    device.
     """
 
     def __init__(self, placement: Placement | None, config: CacheConfig, params: Any):
@@ -44,11 +38,12 @@ class Shards:
         self._mesh, self._row_axis, self._config = mesh, placement.row_axis if placement else None, config
         spec = placement.params_spec if placement else None
         self._params_spec = PartitionSpec() if spec is None else spec
-        self._programs: dict[tuple[Model, Options], Any] = {}
         if mesh is None:
             self._home = _home_of(params)
+            self._program = _program_at(self._home)
             self._params_at = jax.tree.map(lambda x: x.sharding if _is_committed(x) else self._home, params)
         else:
+            self._program = self._program_on(mesh)
             self._params_at = jax.tree.map(
                 lambda spec: NamedSharding(mesh, spec or PartitionSpec()),
                 self._params_spec,
@@ -94,9 +89,8 @@ class Shards:
         max_steps: np.int32,
     ) -> tuple[EngineState, jax.Array]:
         """Runs a dispatch on all shards; the reports are i32[shards, any]."""
-        if self._mesh is None:
-            return _program_at(self._home)(params, state, inboxes[0], max_steps, model=model, options=options)
-        return self._on_mesh(model, options)(params, state, _stacked(inboxes), max_steps)
+        news = self._joined(inboxes)
+        return self._program(params, state, news, max_steps, model=model, options=options)
 
     def lower(
         self,
@@ -108,45 +102,38 @@ class Shards:
         max_steps: np.int32,
     ) -> jax.stages.Lowered:
         """Lowers the program that `run` runs."""
+        news = self._joined(inboxes)
+        return self._program.lower(params, state, news, max_steps, model=model, options=options)
+
+    def _joined(self, inboxes: Sequence[Inbox]) -> Inbox:
         if self._mesh is None:
-            return _program_at(self._home).lower(
-                params, state, inboxes[0], max_steps, model=model, options=options
-            )
-        return self._on_mesh(model, options).lower(params, state, _stacked(inboxes), max_steps)
+            return inboxes[0]
+        return jax.tree.map(lambda *columns: np.stack(columns), *inboxes)
 
-    def _on_mesh(self, model: Model, options: Options) -> Any:
-        if (model, options) not in self._programs:
-            self._programs[model, options] = self._program(model, options)
-        return self._programs[model, options]
-
-    def _program(self, model: Model, options: Options) -> Any:
-        """Builds the program on the mesh."""
+    def _program_on(self, mesh: Mesh) -> Any:
+        """Makes the program on a mesh."""
         rows = PartitionSpec(self._row_axis)
         pools = PartitionSpec(self._row_axis, None, self._config.head_axis)
 
-        def on_shard(params, state, inbox, max_steps):
-            state, inbox = jax.tree.map(lambda x: x[0], (state, inbox))
-            state, report = run_dispatch(model, params, state, inbox, max_steps, options)
-            return jax.tree.map(lambda x: x[None], (state, report))
+        def run(params, state, inbox, max_steps, model, options):
+            def on_shard(params, state, inbox, max_steps):
+                state, inbox = jax.tree.map(lambda x: x[0], (state, inbox))
+                state, report = run_dispatch(model, params, state, inbox, max_steps, options)
+                return jax.tree.map(lambda x: x[None], (state, report))
 
-        def run(params, state, inbox, max_steps):
             specs = jax.tree.map(lambda _: rows, state)
             cache = dataclasses.replace(specs.cache, pools=jax.tree.map(lambda _: pools, state.cache.pools))
             specs = dataclasses.replace(specs, cache=cache)
-            # What is shared and what differs is not followed: a shard's devices schedule alike by themselves.
+            # Types do not follow which arrays differ: a shard's devices schedule alike by themselves.
             return jax.shard_map(
                 on_shard,
-                mesh=self._mesh,
+                mesh=mesh,
                 in_specs=(self._params_spec, specs, rows, PartitionSpec()),
                 out_specs=(specs, rows),
                 check_vma=False,
             )(params, state, inbox, max_steps)
 
-        return jax.jit(run, donate_argnums=1)
-
-
-def _stacked(inboxes: Sequence[Inbox]) -> Inbox:
-    return jax.tree.map(lambda *columns: np.stack(columns), *inboxes)
+        return jax.jit(run, static_argnames=("model", "options"), donate_argnames="state")
 
 
 def _is_committed(leaf: Any) -> bool:
@@ -189,3 +176,26 @@ def _program_at(home: Sharding) -> Any:
     return jax.jit(
         run, static_argnames=("model", "options"), donate_argnames="state", out_shardings=(home, home)
     )
+
+
+def with_same_shapes(params: Any, like: Any) -> Any:
+    """Refuses parameters that the program was not compiled for, and returns them as it wants them."""
+    new, old = jax.tree.structure(params), jax.tree.structure(like)
+    if new != old:
+        raise ValueError(f"params has the structure {new}, expected that of the engine's, {old}")
+
+    def same(path: Any, leaf: Any, old_leaf: Any) -> Any:
+        types = [jax.typeof(x) for x in (leaf, old_leaf)]
+        found, expected = (f"{x.dtype}{list(x.shape)}" for x in types)
+        if found == expected and types[1].weak_type and not types[0].weak_type:
+            expected = f"a Python number, {expected} of a weak type,"
+        if found != expected:
+            raise ValueError(
+                f"params{jax.tree_util.keystr(path)} is {found}, expected {expected} like the engine's: its "
+                "program is compiled for these"
+            )
+        is_weaker = types[0].weak_type and not types[1].weak_type
+        numpy = jnp if isinstance(leaf, jax.Array) else np
+        return numpy.asarray(leaf, types[1].dtype) if is_weaker else leaf
+
+    return jax.tree.map_with_path(same, params, like)

@@ -1,4 +1,4 @@
-"""The state of an engine from step to step: the cache, the requests, and who is where.
+"""The state of an engine from step to step: the cache, the requests, and the rows that they run in.
 
 Invariants, between two steps:
 
@@ -17,11 +17,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from kvcache_jax.arrays.masked_updates import get_at, num_true
+from kvcache_jax.arrays.masked_updates import get_at, num_true, rank_true, set_at
 from kvcache_jax.arrays.pytree import pytree_dataclass
-from kvcache_jax.core.state import Cache
-from kvcache_jax.engine.requests import Requests, TableSizes, empty_requests
+from kvcache_jax.core.state import Cache, Control
+from kvcache_jax.engine.requests import RequestArrays, TableSizes, empty_requests
 
 
 class Phase(enum.IntEnum):
@@ -49,7 +50,7 @@ class Finish(enum.IntEnum):
     LENGTH = 2
     """It has all its tokens."""
     NAN_LOGITS = 3
-    """Of the logits behind its tokens one is NaN or +inf."""
+    """Of the logits after its tokens one is NaN or +inf."""
     REFUSED = 4
     """It could never run: more blocks than the pool has, or more tokens than `max_seq_len`."""
     CANCELLED = 5
@@ -68,13 +69,13 @@ class EngineCounter(enum.IntEnum):
     PREFILL_STEPS = 1
     """Those that computed prompts beside the rows' next tokens."""
     PREFILL_TOKENS = 2
-    """Tokens computed that nothing was drawn behind."""
+    """Tokens computed after which nothing was drawn."""
     GENERATED_TOKENS = 3
     """Tokens drawn."""
     CACHED_TOKENS = 4
     """Tokens that did not have to be computed, as they were found in the cache."""
     ADMISSIONS = 5
-    """Requests that got a row, those that come back included, forks not."""
+    """RequestArrays that got a row, those that come back included, forks not."""
     FORKS = 6
     """Samples that got a row by a fork of their prompt's."""
     PREEMPTIONS = 7
@@ -82,7 +83,7 @@ class EngineCounter(enum.IntEnum):
     STALLS = 8
     """Tokens that a row did not compute in a step for want of a block."""
     FINISHED = 9
-    """Requests that ended, whatever the reason."""
+    """RequestArrays that ended, whatever the reason."""
     REFUSED = 10
     """Those among them that were refused."""
     DRAFTED = 11
@@ -99,7 +100,7 @@ class EngineState:
 
     Attributes:
       cache: Cache.
-      requests: Requests, the table.
+      requests: RequestArrays, the table.
       phase: i32[R], each request's `Phase`.
       num_generated: i32[R], tokens after the prompt.
       num_preemptions: i32[R].
@@ -108,14 +109,14 @@ class EngineState:
       is_ended: bool[max_seqs], the row is to be freed.
       may_publish: bool[max_seqs], its blocks were computed under the present weights.
       may_admit: bool[], something changed since the last request did not fit.
-      service: i32[clients], what each client got, above the least of those that have requests.
-      outbox: i32[any, width], what happened since the last check-in; see `program.py`.
+      service: i32[clients], weighted tokens that each client got, above the least of clients with requests.
+      outbox: i32[any, width], events since the last check-in; see `note_in_outbox`.
       outbox_len: i32[].
       counters: u32[len(EngineCounter)], modulo 2**32.
     """
 
     cache: Cache
-    requests: Requests
+    requests: RequestArrays
     phase: jax.Array
     num_generated: jax.Array
     num_preemptions: jax.Array
@@ -128,6 +129,10 @@ class EngineState:
     outbox: jax.Array
     outbox_len: jax.Array
     counters: jax.Array
+
+    def with_control(self, control: Control, **fields: jax.Array) -> "EngineState":
+        """Sets the control state of the cache, and further fields."""
+        return dataclasses.replace(self, cache=dataclasses.replace(self.cache, control=control), **fields)
 
     @property
     def length(self) -> jax.Array:
@@ -193,3 +198,44 @@ def count(state: EngineState, **events: jax.Array) -> EngineState:
         is_it = (order == EngineCounter[name.upper()]).astype(np.uint32)
         counters += num.astype(jnp.uint32) * is_it
     return dataclasses.replace(state, counters=counters)
+
+
+NUM_COLUMNS = 5
+NO_TOKEN = -1
+
+
+def outbox_width(num_top_logprobs: int) -> int:
+    """Computes the length of an entry."""
+    return NUM_COLUMNS + 2 * num_top_logprobs
+
+
+def bits_of(values: jax.Array) -> jax.Array:
+    """Takes floats as i32, bit by bit."""
+    return lax.bitcast_convert_type(values.astype(jnp.float32), jnp.int32)
+
+
+def note_in_outbox(
+    state: EngineState,
+    mask: jax.Array,
+    slots: jax.Array,
+    tokens: jax.Array,
+    logprobs: jax.Array,
+    finish: jax.Array,
+    tops: tuple[jax.Array, jax.Array] | None = None,
+) -> EngineState:
+    """Appends the masked events, all i32[n] or f32[n], in their order; `tops` i32[n, K] and f32[n, K].
+
+    An entry is a row of i32: slot, uid, token, bits of its log-probability, `Finish`; then the most probable
+    tokens, then the bits of theirs. A token is -1 where a request ends without one. There must be room.
+    """
+    uid = get_at(state.requests.uid, slots, -1)
+    columns = [slots, uid, tokens, bits_of(logprobs), finish]
+    entries = jnp.stack([column.astype(jnp.int32) for column in columns], axis=1)
+    width = state.outbox.shape[1]
+    if tops is not None:
+        entries = jnp.concatenate([entries, tops[0].astype(jnp.int32), bits_of(tops[1])], axis=1)
+    entries = jnp.pad(entries, ((0, 0), (0, width - entries.shape[1])))
+    rank, num = rank_true(mask)
+    place = jnp.where(mask, state.outbox_len + rank, state.outbox.shape[0])
+    outbox = set_at(state.outbox, place, entries)
+    return dataclasses.replace(state, outbox=outbox, outbox_len=state.outbox_len + num)

@@ -16,7 +16,7 @@ from kvcache_jax.decoding.sampling import are_numbers
 from kvcache_jax.engine.admit import fork_samples, preempt
 from kvcache_jax.engine.draw import draw, next_tokens, write_down
 from kvcache_jax.engine.options import Options
-from kvcache_jax.engine.schedule import Plan, is_unusual, schedule
+from kvcache_jax.engine.schedule import PromptPieces, is_unusual, schedule
 from kvcache_jax.engine.state import EngineState, Phase, count
 from kvcache_jax.operations.commit import commit_rows
 from kvcache_jax.operations.extend import extend
@@ -28,28 +28,23 @@ ProcessLogits = Callable[[jax.Array, EngineState], jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """The functions that the program is made of (static).
-
-    Attributes:
-      forward: The model.
-      process_logits: Changes logits before a token is drawn; or None.
-    """
+    """The functions that the program is made of (static)."""
 
     forward: Forward
-    process_logits: ProcessLogits | None = None
+    process_logits: ProcessLogits | None = None  # changes logits before a token is drawn; or None
 
 
-def reserve_prompts(state: EngineState, plan: Plan) -> tuple[EngineState, Step]:
+def reserve_prompts(state: EngineState, plan: PromptPieces) -> tuple[EngineState, Step]:
     """Reserves slots for pieces of prompts: a padded step of the pieces, without plans."""
     num_pieces, piece_len = plan.tokens.shape
-    cache, nobody = state.cache, state.cache.max_seqs
+    cache, max_seqs = state.cache, state.cache.max_seqs
     begins = (plan.nth == 0) & (plan.num_tokens > 0)
     # Each piece's entry is that at which its row begins.
     entry = jnp.arange(num_pieces, dtype=jnp.int32) - plan.nth
     num_new = add_at(jnp.zeros(num_pieces, jnp.int32), entry, plan.num_tokens)
-    rows = jnp.where(begins, plan.rows, nobody)
+    rows = jnp.where(begins, plan.rows, max_seqs)
     # Each piece is followed by its padding, which belongs to no row.
-    entries = jnp.stack([rows, jnp.full_like(rows, nobody)], axis=1).reshape(-1)
+    entries = jnp.stack([rows, jnp.full_like(rows, max_seqs)], axis=1).reshape(-1)
     lens = jnp.stack([num_new, piece_len - plan.num_tokens], axis=1).reshape(-1)
     tokens = plan.tokens.reshape(-1)
     has_windows = not all(group.span.keeps_all for group in cache.config.groups)
@@ -64,10 +59,9 @@ def reserve_prompts(state: EngineState, plan: Plan) -> tuple[EngineState, Step]:
 
 
 def make_room(state: EngineState, options: Options) -> tuple[EngineState, jax.Array]:
-    """Forks samples of prompts that were computed, and sees to blocks for the rows' next tokens.
+    """Forks samples of prompts that were computed, and reserves blocks for the rows' next tokens.
 
-    Returns:
-      The state, and bool[max_seqs], rows that go on without one.
+    Masks the rows that go on without one, bool[max_seqs].
     """
     state = fork_samples(state)
     state, is_stalled = preempt(state, options)
@@ -98,7 +92,7 @@ def reserve_next(
 def draw_next(
     model: Model, state: EngineState, step: Step, tokens: jax.Array, logits: jax.Array, options: Options
 ) -> EngineState:
-    """Draws what follows the next tokens from their logits, and publishes full blocks."""
+    """Draws the tokens after the next ones from their logits, and publishes full blocks."""
     logits = logits.astype(jnp.float32)
     if model.process_logits is not None:
         logits = _processed(model.process_logits, logits, state)
@@ -136,7 +130,7 @@ def _publish(state: EngineState, is_good: jax.Array) -> EngineState:
     # Only a complete answer is one that a conversation goes on from.
     is_end = get_at(state.phase, state.row_request, Phase.EMPTY) == Phase.DONE
     control, _ = commit_rows(state.cache.control, None, final_len, config=state.cache.config, is_end=is_end)
-    return dataclasses.replace(state, cache=dataclasses.replace(state.cache, control=control))
+    return state.with_control(control)
 
 
 def take_step(model: Model, params: Any, state: EngineState, options: Options) -> EngineState:
@@ -157,7 +151,7 @@ def take_step(model: Model, params: Any, state: EngineState, options: Options) -
     return draw_next(model, state, step, tokens, result[0], options)
 
 
-def _compute_prompts(model: Model, params: Any, state: EngineState, plan: Plan) -> EngineState:
+def _compute_prompts(model: Model, params: Any, state: EngineState, plan: PromptPieces) -> EngineState:
     """Computes pieces of prompts, if there are any; their logits are not read."""
 
     def compute(state: EngineState) -> EngineState:

@@ -1,14 +1,14 @@
-"""The host's side of the request table: which slot and which run of tokens is whose.
+"""The host's side of the request table: the slot and the run of tokens of each request.
 
 A slot and its run are taken when a request is pushed and released when the host has read that it ended, so
-the device never reuses what the host still believes to be a request's.
+the device never reuses a slot or run of a request that the host still knows.
 """
 
 import bisect
 import dataclasses
 import itertools
 from collections import deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +16,6 @@ import numpy as np
 from kvcache_jax.engine.program import Inbox
 from kvcache_jax.engine.requests import (
     GenerationRequest,
-    Requests,
     TableSizes,
     empty_requests,
     one_namespace,
@@ -31,45 +30,26 @@ _MOST_SAMPLES = 2**31 - 2
 
 @dataclasses.dataclass
 class Sample:
-    """One continuation of a request that has not ended, as the host knows it.
-
-    Attributes:
-      request: As its caller wrote it.
-      id: Its name in results.
-      sample_id: Index among the request's samples.
-      uid: Number in the order of arrival.
-      slot: In the table.
-      run: First token and length of its run in the buffer of tokens.
-      parent: The request's first sample; None for that one.
-      ends_at: On the host's clock; None for no deadline.
-      is_sent: Whether the device knows of it.
-      is_ending: Whether the device was told to end it.
-    """
+    """One continuation of a request that has not ended, as the host knows it."""
 
     request: GenerationRequest
-    id: Hashable
-    sample_id: int
-    uid: int
-    slot: int
-    run: tuple[int, int]
-    parent: "Sample | None"
-    ends_at: float | None
-    is_sent: bool = False
-    is_ending: bool = False
+    id: Hashable  # its name in results
+    sample_id: int  # index among the request's samples
+    uid: int  # number in the order of arrival
+    slot: int  # in the table
+    run: tuple[int, int]  # first token and length of its run in the buffer of tokens
+    parent: "Sample | None"  # the request's first sample; None for that one
+    ends_at: float | None  # on the host's clock; None for no deadline
+    is_sent: bool = False  # the device knows of it
+    is_ending: bool = False  # the device was told to end it
 
 
 class Parcel(NamedTuple):
-    """An inbox, and how much of what the table has to tell is in it.
-
-    Attributes:
-      inbox: Inbox.
-      num_samples: Samples that the device has not heard of, the first ones.
-      num_ends: Ends that it has not heard of, likewise.
-    """
+    """An inbox, and the number of the table's news in it."""
 
     inbox: Inbox
-    num_samples: int
-    num_ends: int
+    num_samples: int  # samples that the device has not heard of, the first ones
+    num_ends: int  # ends that it has not heard of, the first ones
 
 
 class TokenRuns:
@@ -111,13 +91,9 @@ class TokenRuns:
 
 
 class RequestTable:
-    """The samples that have not ended, by slot, and what the device is still to be told of them.
+    """The samples that have not ended, by slot, and the news of them that the device has yet to be told.
 
-    Args:
-      sizes: Of the table.
-      inbox_sizes: Slots and tokens of an inbox.
-      most_ended: Requests that one inbox can end.
-      max_seq_len: Of the cache.
+    An inbox ends at most `most_ended` of them.
     """
 
     def __init__(self, sizes: TableSizes, inbox_sizes: TableSizes, most_ended: int, max_seq_len: int):
@@ -148,7 +124,7 @@ class RequestTable:
 
     def add(self, request: GenerationRequest, request_id: Hashable, now: float) -> bool:
         """Takes slots and runs for all samples of a request; False, and nothing taken, without room."""
-        # Nothing is stored of what the device will refuse.
+        # No token is stored of a request that the device will refuse.
         is_long = request.num_tokens - 1 > self._max_seq_len
         run_len = 0 if is_long else request.num_tokens
         if len(self._free_slots) < request.num_samples:
@@ -207,14 +183,14 @@ class RequestTable:
         self._runs.give_back(*sample.run)
 
     def pack(self, has_new_weights: bool) -> Parcel:
-        """Packs what the device is to be told next, as much as one inbox takes; changes nothing.
+        """Packs the news that the device is told next, as much as one inbox takes; changes nothing.
 
         Only `mark_sent` does, so that nothing is lost with an inbox that could not be handed over.
         """
         sizes = self._inbox_sizes
-        columns: Requests = empty_requests(sizes)
+        columns = empty_requests(sizes)
         slots = np.full(sizes.num_slots, self._sizes.num_slots, np.int32)
-        parents = np.full(sizes.num_slots, self._sizes.num_slots, np.int32)
+        parents = slots.copy()
         places = np.full(sizes.num_tokens, self._sizes.num_tokens, np.int32)
         num_sent = num_tokens = 0
         for sample in itertools.islice(self._to_send, sizes.num_slots):
@@ -238,17 +214,17 @@ class RequestTable:
         num_ends = min(len(self._to_end), self._most_ended)
         for i, (sample, why) in enumerate(itertools.islice(self._to_end, num_ends)):
             ended[i], ended_uid[i], reason[i] = sample.slot, sample.uid, why
-        arrays: dict[str, Any] = {
-            name: getattr(columns, name)
-            for name in (
-                "uid start prompt_len max_new sampling stop priority client parent_uid items tokens"
-            ).split()
-        }
-        arrays["namespace"] = self._namespaces.copy()  # a program may read it later
-        arrays |= {"slots": slots, "parent": parents, "places": places}
-        arrays |= {"ended": ended, "ended_uid": ended_uid, "reason": reason}
-        inbox = Inbox(**arrays, has_new_weights=np.bool_(has_new_weights))  # type: ignore
-        return Parcel(inbox, num_sent, num_ends)
+        namespaces = self._namespaces.copy()  # a program may read it later
+        news: dict[str, Any] = dict(
+            slots=slots,
+            requests=dataclasses.replace(columns, parent=parents, namespace=namespaces),
+            places=places,
+            ended=ended,
+            ended_uid=ended_uid,
+            reason=reason,
+            has_new_weights=np.bool_(has_new_weights),
+        )
+        return Parcel(Inbox(**news), num_sent, num_ends)
 
     def mark_sent(self, parcel: Parcel) -> None:
         """Records that the device has a parcel, the latest that was packed."""
@@ -277,7 +253,7 @@ def _write(columns: Any, i: int, sample: Sample, max_seq_len: int) -> None:
     """Writes a sample into entry `i` of an inbox's columns, in numpy."""
     request = sample.request
     columns.uid[i], columns.start[i] = sample.uid, sample.run[0]
-    # Enough to be refused: what the device adds up stays below 2**31.
+    # Enough to be refused: sums on the device stay below 2**31.
     columns.prompt_len[i] = min(len(request.prompt), max_seq_len + 1)
     columns.max_new[i] = min(request.max_new_tokens, max_seq_len + 1)
     drawn, sampling = columns.sampling, request.sampling
@@ -290,3 +266,50 @@ def _write(columns: Any, i: int, sample: Sample, max_seq_len: int) -> None:
         columns.parent_uid[i] = sample.parent.uid
     for k, item in enumerate(request.items):
         columns.items[i, k] = item
+
+
+def checked_ids(
+    requests: list[Any], tables: Sequence[RequestTable], sizes: TableSizes, max_seq_len: int
+) -> set[Hashable]:
+    """Refuses anything but requests that fit, and returns the ids that they name."""
+    ids = set[Hashable]()
+    for request in requests:
+        if not isinstance(request, GenerationRequest):
+            raise TypeError(f"requests has a {type(request).__name__}, expected GenerationRequests")
+        if request.id is not None and (request.id in ids or any(request.id in table for table in tables)):
+            raise ValueError(
+                f"requests has the id {request.id!r}, which another request has that has not ended, "
+                "expected one of its own, or none"
+            )
+        ids.add(request.id)
+        check_fits(request, sizes, max_seq_len)
+    num_left = min(table.num_left for table in tables)
+    if sum(request.num_samples for request in requests) > num_left:
+        raise ValueError(
+            f"got {len(requests)} requests and this engine can number {num_left} more samples, expected "
+            "fewer: make another Engine, and push them there"
+        )
+    return ids
+
+
+def check_fits(request: GenerationRequest, sizes: TableSizes, max_seq_len: int) -> None:
+    """Refuses a request that has more of something than the table takes of any."""
+    for what, value, most, name in (
+        ("stop tokens", len(request.stop_tokens), sizes.num_stops, "max_stop_tokens"),
+        ("items", len(request.items), sizes.num_items, "max_items"),
+        ("samples", request.num_samples, sizes.num_slots, "max_requests"),
+        ("as its client", request.client, sizes.num_clients - 1, "num_clients"),
+    ):
+        if value > most:
+            raise ValueError(
+                f"a request has {value} {what}, expected at most {most}: make the Engine with a larger "
+                f"{name} in its kv.engine.Limits"
+            )
+    # No token is stored of a request that the device will refuse.
+    is_long = request.num_tokens - 1 > max_seq_len
+    num_tokens = 0 if is_long else request.num_samples * request.num_tokens
+    if num_tokens > sizes.num_tokens:
+        raise ValueError(
+            f"a request has {num_tokens} tokens in {request.num_samples} samples, expected at most "
+            f"{sizes.num_tokens}: make the Engine with a larger max_tokens in its kv.engine.Limits"
+        )

@@ -32,7 +32,7 @@ Paint = Callable[[str, str], str]
 
 
 def block_map(cache: Cache, *, group: int | None = None, color: bool = False, width: int = 20) -> str:
-    """Draws the blocks of each layer group as text: owners, and what is shared, reserved, cached or free.
+    """Draws the blocks of each layer group as text: their owners, shared, reserved, cached and free ones.
 
     A block is two characters wide: the glyph of its row (`0`-`9`, `a`-`z`, `A`-`Z`, then `*`), after
     `~` while it holds no token; `#` and the number of owners (`+` from ten on) when several share it;
@@ -140,7 +140,7 @@ def _row_lines(view: GroupView, paint: Paint) -> list[str]:
 def _row_entries(view: GroupView, row: int) -> list[tuple[str, str]]:
     """Lists (text, style) of the row's blocks in order; holes are one entry, long rows lose their middle.
 
-    What is no block is shown with a question mark.
+    An entry that is no block is shown with a question mark.
     """
     nowhere, block_ids = len(view.state), view.block_table[row].tolist()
     num_token_columns = max(ceil_div(int(view.length[row]), view.group.block_size), 0)

@@ -20,7 +20,7 @@ _COLORS = (74, 172, 71, 176, 179, 167, 98, 37, 137, 148)
 
 
 class GroupView(NamedTuple):
-    """One layer group as the pictures see it, in numpy; see `BlockPool` for what is not said here.
+    """One layer group as the pictures see it, in numpy; see `BlockPool` for the other fields.
 
     Attributes:
       title: Kind, layers and blocks of the group.

@@ -1,7 +1,7 @@
 """Records of the batches that `CacheManager` handed out, to refuse those that may no longer be run.
 
 A batch has the slots that its requests had when it was made. Once another request has such a slot, a step
-with this batch would overwrite what the other one stored.
+with this batch would overwrite the other one's tokens.
 """
 
 import dataclasses
@@ -19,24 +19,18 @@ from kvcache_jax.manager.requests import Batch
 
 @dataclasses.dataclass
 class _Handed:
-    """A batch that somebody may still hold.
+    """A batch that a caller may still hold."""
 
-    Attributes:
-      status: Weak reference to the `status` of its step, by which it is known.
-      request_ids: The requests of its rows, in order.
-      ends: Length of each request with the batch; requests that got no token by it are left out.
-      lost_by: A request that has ended since, or gave some of these tokens up, if there is one.
-      may_have_moved: Its requests may have other blocks by now.
-    """
-
-    status: weakref.ref
-    request_ids: tuple[Hashable, ...]
+    status: weakref.ref  # of its step, by which it is known
+    request_ids: tuple[Hashable, ...]  # the requests of its rows, in order
+    # Length of each request with the batch; requests that got no token by it are left out.
     ends: dict[Hashable, int]
+    # A request that has ended since, or gave some of these tokens up, if there is one.
     lost_by: tuple[Hashable, ...] = ()
-    may_have_moved: bool = False
+    may_have_moved: bool = False  # its requests may have other blocks by now
 
 
-# The `status` of every batch of every manager that somebody still holds, by its id.
+# The `status` of every batch of every manager that a caller still holds, by its id.
 _of_any_manager: weakref.WeakValueDictionary[int, jax.Array] = weakref.WeakValueDictionary()
 
 
@@ -91,7 +85,7 @@ class Batches:
                         raise errors.stale_batch(request_id)
 
     def _held(self) -> Iterable[_Handed]:
-        """Lists the batches that somebody still has."""
+        """Lists the batches that a caller still has."""
         self._handed = {key: each for key, each in self._handed.items() if each.status() is not None}
         return self._handed.values()
 

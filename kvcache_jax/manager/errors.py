@@ -37,7 +37,7 @@ class OutOfRows(CacheError):
 
 
 class TooLong(CacheError):
-    """Excess of tokens over what a row or a call may have: `needed` and `available` are tokens."""
+    """Excess of tokens over the limit of a row or a call: `needed` and `available` are tokens."""
 
 
 class UnknownRequest(CacheError):
@@ -77,8 +77,8 @@ class ManagerClosed(CacheError):
 class CacheLost(CacheError):
     """Loss of the cache: a step failed on the device after it was given the cache, or it was donated.
 
-    The one error after which the manager is not as it was: it starts over, empty and ready. `__cause__` says
-    what failed.
+    The one error after which the manager is not as it was: it starts over, empty and ready. `__cause__` is
+    the failure.
 
     Attributes:
       request_ids: The requests that were lost and can be allocated again.
@@ -171,7 +171,7 @@ def window_lost(request_id: Hashable, new_len: int) -> WindowLost:
 
 
 def out_of_sync(request_id: Hashable, status: Status) -> OutOfSync:
-    """Makes the error for a row that someone else started or ended."""
+    """Makes the error for a row that another caller started or ended."""
     return OutOfSync(
         f"the row of request {request_id!r} is not as the manager left it ({status.name}): rows start and "
         "end through the manager, not in a step function; free_request ends a request whose row is idle",
@@ -197,8 +197,8 @@ def foreign_batch() -> StaleBatch:
     )
 
 
-def nobodys_row(row: int) -> OutOfSync:
-    """Makes the error for a row that someone else started."""
+def foreign_row(row: int) -> OutOfSync:
+    """Makes the error for a row that another caller started."""
     return OutOfSync(
         f"row {row} is active and no request has it, expected rows to start and end through the manager: a "
         "step function that started it can free it",

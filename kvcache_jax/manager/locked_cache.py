@@ -28,12 +28,7 @@ _MAX_STEP_FNS = 32
 
 
 class CacheHolder:
-    """A cache under a lock.
-
-    Attributes:
-      config: The cache's.
-      cache: The present one; None once closed. Read and replaced within a `turn`.
-    """
+    """A cache under a lock, which is read and replaced within a `turn`; None once closed."""
 
     def __init__(
         self,
@@ -79,7 +74,7 @@ class CacheHolder:
             if self.cache is None:
                 raise ManagerClosed(f"{operation} was called on a manager that is closed")
             if _is_gone(self.cache):
-                raise self._start_over("somebody else who holds the manager's cache has donated it")
+                raise self._start_over("another caller who holds the manager's cache has donated it")
             yield self.cache
 
     @contextlib.contextmanager
@@ -101,7 +96,7 @@ class CacheHolder:
         return dataclasses.replace(control, pools=self.cache.pools), self.fetch(result)
 
     def step(self, program: Callable, *args: Any) -> Any:
-        """Gives the cache to a jitted `program(cache, *args) -> (cache, result)`; keeps what it returns."""
+        """Gives the cache to a jitted `program(cache, *args) -> (cache, result)`; keeps the returned one."""
         if self._is_kept:
             raise ManagerBusy("run was called by a question that looks at the cache, expected it after query")
         cache = self.cache
@@ -164,7 +159,7 @@ class CacheHolder:
             return "closed" if self.cache is None else repr(self.cache)
 
     def _start_over(self, cause: str = "a step failed after it was given the cache") -> CacheLost:
-        """Replaces the lost cache by an empty one, which still hits what others saved under its key."""
+        """Replaces the lost cache by an empty one, which still hits blocks saved under its key."""
         self.cache = None
         cache = init(self.config, sharding=self._sharding, storage=self._has_storage)
         hash_key = jax.device_put(jnp.asarray(self._hash_key), cache.control.hash_key.sharding)

@@ -4,6 +4,7 @@ The manager holds one `Cache` and calls the pure functions on it. All it adds is
 and the hit figures of the last requests; everything else is read from the cache when it is asked for.
 """
 
+import functools
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, overload
@@ -15,29 +16,31 @@ from jax.typing import ArrayLike
 
 from kvcache_jax.arrays.number_checks import static_count, static_flag
 from kvcache_jax.core import token_arguments
+from kvcache_jax.core.arguments import hashable_id
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import Cache
 from kvcache_jax.core.status import Status
 from kvcache_jax.manager import errors, programs
 from kvcache_jax.manager.batches import Batches
-from kvcache_jax.manager.eviction import Eviction
 from kvcache_jax.manager.locked_cache import CacheHolder
+from kvcache_jax.manager.queries import Queries
 from kvcache_jax.manager.requests import (
     TO_THE_END,
     Batch,
     Metrics,
     RequestRows,
+    checked_count,
     checked_final_len,
     checked_widths,
-    hashable,
     padded,
     prompt_of,
 )
+from kvcache_jax.operations.preempt import preempt_to_utilization, select_rows_to_preempt
 
 _log = logging.getLogger("kvcache_jax")
 
 
-class CacheManager(Eviction):
+class CacheManager(Queries):
     """Requests in, blocks and hits out, on a cache that it owns.
 
     A call that raises `CacheError` has changed nothing. After a step function that started or ended rows, any
@@ -137,7 +140,7 @@ class CacheManager(Eviction):
                 )
                 raise errors.out_of_blocks(request_id, *needs)
             if status != Status.OK:
-                raise errors.nobodys_row(int(seq_id))
+                raise errors.foreign_row(int(seq_id))
             num_cached = int(admission.num_cached[0])
             self._holder.cache = new
             self._batches.lose(request_id)
@@ -180,7 +183,7 @@ class CacheManager(Eviction):
         """
         if (token_ids is None) != isinstance(new, Mapping):
             raise TypeError("expected a request id and its token_ids, or one mapping from ids to token_ids")
-        new = {hashable(new): token_ids} if token_ids is not None else new
+        new = {hashable_id("request_id", new): token_ids} if token_ids is not None else new
         new = {request_id: token_arguments.host_tokens("token_ids", ids) for request_id, ids in new.items()}
         if not new:
             raise ValueError("got no request, expected at least one")
@@ -217,7 +220,11 @@ class CacheManager(Eviction):
           ValueError: The cache has no prefix caching.
           TypeError: A mapping, and `final_len` beside it.
         """
-        lengths = dict(request_id) if isinstance(request_id, Mapping) else {hashable(request_id): final_len}
+        lengths = (
+            dict(request_id)
+            if isinstance(request_id, Mapping)
+            else {hashable_id("request_id", request_id): final_len}
+        )
         if isinstance(request_id, Mapping) and final_len is not None:
             raise TypeError(
                 f"got {len(lengths)} requests and final_len = {final_len}, expected {{request_id: final_len}}"
@@ -247,7 +254,7 @@ class CacheManager(Eviction):
                 raise errors.duplicate(new_id)
             target = self._rows.idle_row(new_id)
             if self._holder.fetch(cache.is_active)[target]:
-                raise errors.nobodys_row(target)
+                raise errors.foreign_row(target)
             self._change([request_id], programs.fork, source, np.array([target], np.int32))
             self._rows.start(new_id, target)
 
@@ -279,6 +286,67 @@ class CacheManager(Eviction):
             self._holder.cache, _ = self._holder.on_control(programs.free, seq_ids)
             self._end(request_id)
 
+    # --- blocks and rows that are given up ---
+
+    def evict(self, num_blocks: int) -> int:
+        """Gives up cached blocks, the least valuable first; returns how many were evicted."""
+        num_blocks = checked_count("num_blocks", num_blocks)
+        with self._holder.turn("evict"):
+            self._holder.cache, count = self._holder.on_control(programs.evict, np.int32(num_blocks))
+            return int(count)
+
+    def select_requests_to_preempt(self, policy: str, n: int) -> list[Hashable]:
+        """Selects the requests to preempt first, at most `n`; ends none.
+
+        See `kvcache_jax.select_rows_to_preempt`.
+
+        Raises:
+          OutOfSync: A step function started a row that would be one of them.
+        """
+        with self._holder.turn("select_requests_to_preempt") as cache:
+            num_rows = max(1, min(static_count("n", n, least=0), cache.max_seqs))
+            rows = select_rows_to_preempt(programs.without_pools(cache), policy, num_rows)
+            return self._rows.requests_at(self._holder.fetch(rows)[:n])
+
+    def preempt_to_utilization(
+        self, target: float, policy: str | None = None, *, operation: Callable = preempt_to_utilization
+    ) -> list[Hashable]:
+        """Takes blocks back from requests until `usage` is at most `target`.
+
+        Args:
+          target: Share of referenced blocks, 0 to 1.
+          policy: The order of the requests. Default: the operation's.
+          operation: `(cache, target, policy=...) -> (cache, rows)`, on the control state alone. Default:
+            `kvcache_jax.preempt_to_utilization`, which ends requests; others may continue them.
+
+        Returns:
+          The requests that gave blocks back, in that order; those that were ended are no longer known, and
+          their published blocks stay cached.
+
+        Raises:
+          OutOfSync: A step function started a row that would be among them; changed nothing.
+          ValueError, TypeError: As the operation's.
+        """
+        options = {} if policy is None else {"policy": policy}
+        with self._holder.turn("preempt_to_utilization"):
+            cache, rows = self._holder.on_control(functools.partial(operation, target=target, **options))
+            preempted = self._rows.requests_at(rows)
+            is_active = self._holder.fetch(cache.is_active)
+            self._holder.cache = cache
+            for request_id, row in zip(preempted, rows.tolist(), strict=False):  # rows end with nowhere
+                if not is_active[row]:
+                    self._end(request_id)
+            return preempted
+
+    def reset_prefix_cache(self) -> int:
+        """Forgets all published contents; returns how many blocks of all layer groups they had.
+
+        When the weights change, end all requests first: their keys were computed with the old ones.
+        """
+        with self._holder.turn("reset_prefix_cache"):
+            self._holder.cache, count = self._holder.on_control(programs.reset_prefix_cache)
+            return int(count)
+
     # --- steps ---
 
     def run(self, step_fn: Callable[..., tuple[Cache, Any]], *args: Any) -> Any:
@@ -289,7 +357,7 @@ class CacheManager(Eviction):
         alone. Returns before the device is done; until then, as with `jax.jit`, numpy arrays in `args` may
         still be read, so do not overwrite them.
 
-        What the function raises while it is traced or compiled comes through, and nothing has changed: tokens
+        Errors of the function while it is traced or compiled come through, and nothing has changed: tokens
         that were appended for this step stay appended, see `append_tokens`.
 
         Returns:
@@ -299,7 +367,7 @@ class CacheManager(Eviction):
           StaleBatch: `args` hold a batch whose slots are no longer its requests', or one of another manager;
             nothing was called. A batch is known by its arrays, so pass it as handed out: copies are not
             found.
-          CacheLost: the step failed on the device, which had been given the cache, or somebody else donated
+          CacheLost: the step failed on the device, which had been given the cache, or another caller donated
             the cache. The manager starts over, empty. A failure that shows only later, for the
             device works ahead, is raised by the next call that looks at the cache.
         """
@@ -363,6 +431,11 @@ class CacheManager(Eviction):
             row = seq_ids.tolist().index(self._rows.row(request_id))
             return errors.too_long(request_id, int(lengths[row] + num_new[row]), self._config.max_seq_len)
         return errors.out_of_sync(request_id, status)
+
+    def _end(self, request_id: Hashable) -> None:
+        """Ends a request whose row is idle: neither its row nor its batches are known any more."""
+        self._batches.lose(request_id)
+        self._rows.end(request_id)
 
     def _on_lost(self) -> list[Hashable]:
         """Ends all requests of a lost cache; the counters of the new one begin again."""

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from kvcache_jax.arrays.masked_updates import num_true
-from kvcache_jax.blocks import block_pool
-from kvcache_jax.core.state import Admission, Cache, Control, Step
+from kvcache_jax.core.state import Admission, Cache, Step
 from kvcache_jax.core.status import Status
 from kvcache_jax.operations.allocate import Prompts, allocate, find_hits
 from kvcache_jax.operations.allocate import required_blocks as blocks_for_prompts
@@ -21,6 +20,7 @@ from kvcache_jax.operations.extend import extend
 from kvcache_jax.operations.extend_plan import padded_tokens, propose, required_blocks
 from kvcache_jax.operations.fork import fork as fork_rows
 from kvcache_jax.operations.free import free as free_rows
+from kvcache_jax.operations.reserve import num_available
 from kvcache_jax.operations.stats import Stats, stats, utilization
 from kvcache_jax.operations.truncate import truncate as truncate_rows
 
@@ -46,7 +46,7 @@ def shortage(
     control = free_rows(cache, freed[None])[0].control
     hits = find_hits(control, prompts, cache.config)
     required = blocks_for_prompts(control, prompts, hits, cache.config)
-    return jnp.concatenate(required), _num_available(control)
+    return jnp.concatenate(required), num_available(control)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -69,7 +69,7 @@ def append_needs(
     control, config, width = cache.control, cache.config, cache.config.query_len_limit
     tokens = padded_tokens(num_new.shape[0], width)
     control, plan = propose(control, seq_ids, num_new, tokens, width, config)
-    return required_blocks(plan), _num_available(control), plan.context_len
+    return required_blocks(plan), num_available(control), plan.context_len
 
 
 @jax.jit
@@ -94,10 +94,6 @@ def figures(cache: Cache) -> tuple[Stats, jax.Array]:
 def without_pools(cache: Cache) -> Cache:
     """Returns the control state alone: a jitted function copies nothing that it does not take."""
     return Cache(control=cache.control, pools=(), config=cache.config)
-
-
-def _num_available(control: Control) -> jax.Array:
-    return jnp.stack([block_pool.num_available(pool) for pool in control.block_pools])
 
 
 def _is_fine(status: jax.Array) -> jax.Array:

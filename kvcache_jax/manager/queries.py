@@ -29,7 +29,7 @@ class Queries:
             return list(self._rows)
 
     def request(self, request_id: Hashable) -> Request:
-        """Describes what the cache holds of a request. Raises `UnknownRequest`, `OutOfSync`."""
+        """Describes a request's row in the cache. Raises `UnknownRequest`, `OutOfSync`."""
         with self._holder.turn("request") as cache:
             control = cache.control
             columns = control.context_len, control.num_published, control.priority, control.namespace

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from kvcache_jax.arrays.number_checks import as_integer, static_count, static_flag
-from kvcache_jax.core import token_arguments
+from kvcache_jax.arrays.number_checks import static_count, static_flag
+from kvcache_jax.core import arguments, token_arguments
+from kvcache_jax.core.arguments import hashable_id
 from kvcache_jax.core.counter import Counter
 from kvcache_jax.core.state import Step
 from kvcache_jax.manager import errors
@@ -59,22 +60,21 @@ def prompt_of(
     token_ids: np.ndarray, max_seq_len: int, namespace: Any, priority: Any, reuse: bool, items: Any
 ) -> Prompts:
     """Pads the arguments of an admission to one shape; items are padded to a power of two."""
-    priority = as_integer("priority", priority)
-    if not -(2**31) <= priority < 2**31:
-        raise ValueError(f"priority is {priority}, expected -2**31 <= priority < 2**31")
-    is_reused = np.bool_(static_flag("reuse", reuse))
-    words = np.zeros(4, np.uint32) if namespace is None else np.asarray(namespace)
-    if words.dtype != np.uint32 or words.shape != (4,):
-        raise ValueError(f"namespace is {words.dtype}{words.shape}, expected uint32 (4,): see kv.namespace")
-    tokens = np.zeros(max_seq_len, np.int32)
-    tokens[: len(token_ids)] = token_ids
+    tokens = np.zeros((1, max_seq_len), np.int32)
+    tokens[0, : len(token_ids)] = token_ids
     spans = token_arguments.item_spans_of_one(items)
     if spans is not None:
         num_more = (1 << (spans.shape[1] - 1).bit_length()) - spans.shape[1]
-        spans = np.pad(np.asarray(spans)[0], [(0, num_more), (0, 0)])  # an empty one is none
-    length = np.int32(len(token_ids))
-    prompt = length, words, np.int32(priority), tokens, is_reused, spans
-    return Prompts(*jax.device_put(tuple(None if field is None else field[None] for field in prompt)))
+        spans = np.pad(np.asarray(spans), [(0, 0), (0, num_more), (0, 0)])  # an empty one is none
+    prompt = (
+        np.array([len(token_ids)], np.int32),
+        arguments.namespace_words(namespace, 1),
+        arguments.priorities([priority], 1),
+        tokens,
+        np.array([static_flag("reuse", reuse)]),
+        spans,
+    )
+    return Prompts(*jax.device_put(prompt))
 
 
 def padded(
@@ -117,22 +117,6 @@ def checked_final_len(request_id: Hashable, length: Any) -> int:
 _REQUESTS_OF_HIT_RATE = 1000
 
 
-def hashable[T](request_id: T) -> T:
-    """Refuses what cannot be an id."""
-    try:
-        hash(request_id)
-    except TypeError as error:
-        raise TypeError(
-            f"request_id is {request_id!r} ({error}), expected an id that can be hashed, such as a string"
-        ) from None
-    if request_id != request_id:
-        raise ValueError(
-            f"request_id is {request_id!r}, which does not equal itself and could not be found again, "
-            "expected an id that does, such as a string"
-        )
-    return request_id
-
-
 class RequestRows:
     """The row of each request, in the order in which they started."""
 
@@ -147,7 +131,7 @@ class RequestRows:
         return iter(self._rows)
 
     def __contains__(self, request_id: Hashable) -> bool:
-        return hashable(request_id) in self._rows
+        return hashable_id("request_id", request_id) in self._rows
 
     def row(self, request_id: Hashable) -> int:
         """Finds the row of a request; raises `UnknownRequest`."""
@@ -168,7 +152,7 @@ class RequestRows:
         rows = rows[rows < self.max_seqs]
         for row in rows.tolist():
             if row not in requests:
-                raise errors.nobodys_row(row)
+                raise errors.foreign_row(row)
         return [requests[row] for row in rows.tolist()]
 
     def idle_row(self, request_id: Hashable) -> int:

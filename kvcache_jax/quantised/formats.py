@@ -18,18 +18,15 @@ from jax import lax
 
 
 class Format(NamedTuple):
-    """A format in which the numbers of one token and head are stored.
+    """A format in which the numbers of one token and head are stored."""
 
-    Attributes:
-      parts: `(head_dim) -> {part: (width, dtype)}`: what is stored per token and head. The part "" is the
-        numbers; others, such as "scale", have width None for a single number.
-      encode: `(x f32[..., head_dim]) -> {part: [..., width]}`, or `[...]` for a single number.
-      decode: `({part: array}, dtype) -> (values [..., head_dim], scale f32[...], offset f32[...] or None)`:
-        numbers that the dtype holds exactly, what they are multiplied by, and what is then added to each.
-    """
-
+    # `(head_dim) -> {part: (width, dtype)}`: numbers stored per token and head. The part "" is the numbers;
+    # others, such as "scale", have width None for a single number.
     parts: Callable[[int], Mapping[str, tuple[int | None, Any]]]
+    # `(x f32[..., head_dim]) -> {part: [..., width]}`, or `[...]` for a single number.
     encode: Callable[[jax.Array], Mapping[str, jax.Array]]
+    # `({part: array}, dtype) -> (values [..., head_dim], scale f32[...], offset f32[...] or None)`: numbers
+    # that the dtype holds exactly, the factor, and the summand.
     decode: Callable[[Mapping[str, jax.Array], Any], tuple[jax.Array, jax.Array, jax.Array | None]]
 
 
@@ -39,10 +36,9 @@ _MOST_FP8 = 448
 
 
 def _finite_or_zero(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns vectors `[..., n]` with zeros in place of those that hold a NaN or infinity, and NaN for these.
+    """Replaces vectors `[..., n]` that are not finite by zeros.
 
-    Returns:
-      The vectors; and f32[...], 0, or NaN where a vector was not finite, to add to its scale.
+    Returns also f32[...] to add to their scales: NaN where a vector was not finite, else 0.
     """
     is_finite = jnp.isfinite(x).all(axis=-1)
     return jnp.where(is_finite[..., None], x, 0), jnp.where(is_finite, 0, jnp.nan).astype(jnp.float32)

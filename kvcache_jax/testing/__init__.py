@@ -70,7 +70,7 @@ def write_tokens(cache: Cache, tokens: jax.Array, step: Step) -> Cache:
 
 
 def _layer_codes(kind: LayerKind, tokens: Any, layer: int) -> dict[str, Any]:
-    """Makes what a model would hand in for a layer, of token codes."""
+    """Makes the inputs of a layer that a model would hand in, of token codes."""
     return {
         name: token_codes(tokens, layer, *shape, is_value=name == "v") for name, shape in kind.inputs.items()
     }

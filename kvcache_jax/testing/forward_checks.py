@@ -52,8 +52,8 @@ def check_forward(
       config: At least 3 rows, which fit `num_tokens` each and take them in one call; blocks for two of them.
       vocab_size: Tokens are drawn below it.
       num_tokens: Length of the test sequence, which is also fed in four uneven pieces, and forked in the
-        middle: at least 9. Default: two blocks and 7 tokens, at least 23, or what a row takes. A window does
-        nothing before it is full: name more tokens than it has.
+        middle: at least 9. Default: two blocks and 7 tokens, at least 23, or as many as a row has. A window
+        does nothing before it is full: name more tokens than it has.
       seed: Seed of the tokens.
       atol: Largest difference of two logits that should be equal.
 
@@ -221,7 +221,7 @@ class _Runner:
             )
 
     def _resized(self, is_large: bool) -> CacheConfig:
-        """Resizes the config's pools for comparison; large ones dwarf what else the model's step uses."""
+        """Resizes the config's pools for comparison; large ones dwarf all other memory of the step."""
         kinds = []
         for group in self.config.groups:
             # From 2048 blocks on temporaries of a fixed number of blocks no longer grow with the pool.

@@ -1,4 +1,4 @@
-"""NaN in every slot that no row may read, so that one stray read shows in what is computed."""
+"""NaN in every slot that no row may read, so that one stray read shows in the results."""
 
 import dataclasses
 

@@ -13,11 +13,10 @@ from flax import nnx
 
 import kvcache_jax as kv
 from kvcache_jax.decoding import beam_search, generate, loop
-from kvcache_jax.engine.options import Options
-from kvcache_jax.engine.outbox import outbox_width
+from kvcache_jax.engine.options import Options, Schedule
 from kvcache_jax.engine.program import run_dispatch
 from kvcache_jax.engine.requests import TableSizes
-from kvcache_jax.engine.state import empty_state
+from kvcache_jax.engine.state import empty_state, outbox_width
 from kvcache_jax.engine.step import Model
 from kvcache_jax.engine.table import RequestTable
 from models.decoder import Decoder, DecoderConfig, cache_config, forward
@@ -125,13 +124,8 @@ def _engine(kernels: str, limits: Limits) -> Program:
         piece_len=64,
         num_drafts=0,
         num_top_logprobs=0,
-        watermark=0.01,
-        ageing_steps=256,
-        max_bypasses=16,
+        schedule=Schedule(),
         most_admissions=4,
-        long_prefill_len=4096,
-        input_weight=1,
-        output_weight=2,
     )
 
     def arguments() -> tuple:

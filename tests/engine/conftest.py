@@ -6,7 +6,7 @@ import jax
 import pytest
 from jax._src.array import ArrayImpl
 
-from kvcache_jax.engine.transfers import Reader
+from kvcache_jax.engine.events import Reader
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import kvcache_jax as kv
+from kvcache_jax.engine.events import Reader
 from kvcache_jax.engine.shards import Shards
 from kvcache_jax.engine.state import Phase
-from kvcache_jax.engine.transfers import Reader
 from tests.engine.exact_engine import SIZES, ask, expect, make_engine
 from tests.engine.exact_model import (
     NAN_TOKEN,

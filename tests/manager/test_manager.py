@@ -170,7 +170,11 @@ def test_absurd_arguments_change_nothing():
         (TypeError, "new_len is '2', expected an integer", lambda: manager.truncate_request("a", "2")),
         (TypeError, "num_blocks is True", lambda: manager.evict(True)),
         (TypeError, "num_blocks is 1.5", lambda: manager.evict(1.5)),
-        (TypeError, "priority is 1.5", lambda: manager.allocate_request("b", [1], priority=1.5)),
+        (
+            TypeError,
+            "priority has dtype float64, expected integers",
+            lambda: manager.allocate_request("b", [1], priority=1.5),
+        ),
         (ValueError, "priority is 2147483648", lambda: manager.allocate_request("b", [1], priority=2**31)),
         (TypeError, "position is 0.5", lambda: manager.slot_for("a", 0.5)),
         (ValueError, "group is -1, expected 0 <= group < 1", lambda: manager.slot_for("a", 0, group=-1)),

@@ -317,9 +317,9 @@ def test_what_cannot_be_run_or_asked_is_named():
         manager.commit_tokens,
         lambda request_id: manager.append_tokens(request_id, [1]),
     ):
-        with pytest.raises(TypeError, match=r"request_id is \[1\] .*expected an id that can be hashed"):
+        with pytest.raises(TypeError, match=r"request_id is \[1\] .*expected one that can be hashed"):
             call([1])
-    with pytest.raises(TypeError, match=r"request_id is \[1\] .*expected an id that can be hashed"):
+    with pytest.raises(TypeError, match=r"request_id is \[1\] .*expected one that can be hashed"):
         manager.allocate_request([1], [1, 2])
 
     manager.allocate_request("a", [1, 2])

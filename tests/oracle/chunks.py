@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from kvcache_jax.chunks.chunk_store import Store, store_of
+from kvcache_jax.chunks.chunk_store import Store
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.status import Status
 from kvcache_jax.layers.span import ceil_div
@@ -42,7 +42,7 @@ class OracleChunks(OracleCompression):
 
     @property
     def _store(self) -> Store | None:
-        return store_of(self.config)
+        return next((extra for extra in self.config.extras if isinstance(extra, Store)), None)
 
     @property
     def _num_chunks(self) -> int:
