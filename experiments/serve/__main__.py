@@ -36,7 +36,6 @@ import importlib.util
 import json
 import math
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,7 @@ import kvcache_jax as kv
 from experiments.common import command
 from experiments.common.command import InputError
 from experiments.common.corpus import MODEL
-from experiments.common.report import add_options, deliver, provenance
+from experiments.common.report import add_options, deliver
 from experiments.serve import report as reports
 from experiments.serve.compare import compare
 from experiments.serve.machines import MACHINES
@@ -79,16 +78,13 @@ def main(arguments: list[str] | None = None) -> int:
     for name, value in defaults.items():
         if getattr(options, name) is None:
             setattr(options, name, value)
-    start = time.perf_counter()
     try:
         servers, found = run(options)
     except (InputError, checkpoint.CheckpointError) as error:
         parser.error(str(error))
     report = {
-        **provenance(),
         "load": os.getloadavg()[0],
         "model": options.checkpoint.name,
-        "seconds": time.perf_counter() - start,
         **found,
     }
     deliver(report, options, reports.show, reports.draw)
