@@ -48,11 +48,9 @@ from experiments.common.corpus import MODEL
 from experiments.common.report import add_options, deliver
 from experiments.serve import report as reports
 from experiments.serve.compare import compare
-from experiments.serve.machines import MACHINES
-from experiments.serve.program import warm_up
 from experiments.serve.server import Server
-from experiments.serve.sides import BLOCK_SIZE, PREFIX, Sizes, make_engine, make_server
-from experiments.serve.simulate import holds_one, simulate
+from experiments.serve.sides import BLOCK_SIZE, PREFIX, Sizes, make_engine, make_server, warm_up
+from experiments.serve.simulate import MACHINES, holds_one, simulate
 from experiments.serve.view import Board
 from experiments.serve.workload import Workload, alike, few_shot, human_eval
 from models import checkpoint
