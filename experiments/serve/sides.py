@@ -1,4 +1,4 @@
-"""The sides: how requests are scheduled, on the same model, rows, blocks and forward; what a program costs."""
+"""The sides: how requests are scheduled, on the same model, rows, blocks and forward; what programs cost."""
 
 import contextlib
 import dataclasses
