@@ -238,26 +238,6 @@ def test_invariants_know_sources():
     )
 
 
-@pytest.mark.slow
-def test_a_donated_step_copies_no_pool_of_sources():
-    def step(cache, seq_ids, k, v, lengths, num_new, q):
-        cache, _ = kv.write_source(cache, seq_ids, k, v, lengths)
-        cache, step = kv.extend(cache, num_new, max_new=1)
-        for layer in CONFIG.source_layers[::2]:
-            cache, _ = kv.attend(cache, layer, q, step)
-        return cache, step.status
-
-    def temporary_bytes(num_blocks):
-        cache = kv.init(dataclasses.replace(CONFIG, num_blocks=num_blocks))
-        k, v = source_arrays(ROWS)
-        rows, ones = np.arange(ROWS), np.ones(ROWS, np.int32)
-        arguments = cache, rows, k, v, ones, ones, np.ones((ROWS, 1, 2, 3), np.float32)
-        return kv.donate(step).lower(*arguments).compile().memory_analysis().temp_size_in_bytes
-
-    small, large = (kv.memory_bytes(dataclasses.replace(CONFIG, num_blocks=n)) for n in (2048, 16384))
-    assert temporary_bytes(16384) - temporary_bytes(2048) < 0.01 * (large - small)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
