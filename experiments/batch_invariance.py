@@ -28,7 +28,7 @@ import numpy as np
 
 import kvcache_jax as kv
 from experiments.common import command, corpus, timing
-from experiments.common.report import add_options, at_most, deliver, provenance, show_bars, show_provenance
+from experiments.common.report import add_options, at_most, deliver, show_bars, show_provenance
 from experiments.train.bits_per_byte import empty_cache, losses
 from models import checkpoint
 from models.decoder import Decoder, cache_config, forward
@@ -224,7 +224,6 @@ def main(arguments: list[str] | None = None) -> int:
     )
     add_options(parser, draws=False)
     options = parser.parse_args(arguments)
-    start = time.perf_counter()
     decoder = checkpoint.load(corpus.MODEL, dtype=jnp.dtype(options.dtype))
     data = np.frombuffer(next(iter(corpus.held_out_files().values())), np.uint8).astype(np.int32)
     requests = requests_of(data, options.copies)
@@ -233,8 +232,6 @@ def main(arguments: list[str] | None = None) -> int:
     (default, _), (invariant, found) = measured.values()
     scores = score_again(decoder, engines["batch-invariant"], requests, found)
     report = {
-        **provenance(),
-        "seconds": time.perf_counter() - start,
         "copies": options.copies,
         "dtype": options.dtype,
         "modes": [dataclasses.asdict(mode) for mode in (default, invariant)],

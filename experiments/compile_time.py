@@ -30,7 +30,7 @@ from flax import nnx
 
 import kvcache_jax as kv
 from experiments.common import command, timing
-from experiments.common.report import add_options, at_most, deliver, provenance, show_bars, show_provenance
+from experiments.common.report import add_options, at_most, deliver, show_bars, show_provenance
 from experiments.decode import __main__ as decode
 from experiments.decode import options as decode_options
 from models.decoder import Decoder, DecoderConfig, cache_config, forward
@@ -234,13 +234,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--no-demo", action="store_true", help="leave the demo out")
     add_options(parser, draws=False)
     options = parser.parse_args(arguments)
-    start = time.perf_counter()
     with without_compilation_cache():
         steps = step_costs(options.repeats)
         costs = [*([] if options.no_demo else [demo_cost()]), *steps, *operation_costs(options.repeats)]
     report = {
-        **provenance(),
-        "seconds": time.perf_counter() - start,
         "repeats": options.repeats,
         "records": [dataclasses.asdict(cost) | {"total_s": cost.total_s} for cost in costs],
         "bars": bars_of(steps),

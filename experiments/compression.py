@@ -1,6 +1,6 @@
 """Question: how much of a prompt's keys and values can go, chosen by which scores, and what does that cost?
 
-Command: python -m experiments.compression [--json] [--picture FILE]
+Command: python -m experiments.compression [--json] [--picture FILE] [--checkpoint DIR]
 Machine: 2 virtual cores of Intel(R) Xeon(R) Processor, busy with other work; jax 0.12.0.1
 Answer:  SnapKV keeps an eighth of the tokens for 0.015 bits per byte on running text, where random ones cost
   0.097 and nothing kept 0.133; recency, without scores, 0.025. Asked for the prompt itself, it loses
@@ -17,7 +17,6 @@ of PyramidKV may differ by layer; the others keep the same number in each.
 import functools
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,19 +24,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvcache_jax as kv
-from experiments.common import command, corpus, quality, timing
-from experiments.common.report import (
-    add_options,
-    at_least,
-    at_most,
-    deliver,
-    provenance,
-    show_bars,
-    show_provenance,
-)
+from experiments.common import command, quality, timing
+from experiments.common.report import at_least, at_most, figure, show_bars, show_provenance
 from experiments.decode_speed import dense_decoder
 from kvcache_jax.compression.scorers import scorers as token_scorers
-from models import checkpoint
 from models.decoder import Decoder
 from models.rope import rotate, rotation
 
@@ -233,12 +223,9 @@ def show(report: dict[str, Any]) -> None:
     show_bars(report)
 
 
-def draw(report: dict[str, Any], path: Path) -> None:
+@figure((10, 4), 1, 2)
+def draw(report: dict[str, Any], *panels: Any) -> None:
     """Two panels: bits per byte added by the share kept, of what follows and of the copy task."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    panels = figure.subplots(1, 2)
     titles = f"the next {REST} bytes after {PROMPT}", f"{COPIED} bytes again"
     for axes, what, title in zip(panels, ("continuation", "copy"), titles, strict=True):
         for i, name in enumerate(names()):
@@ -248,17 +235,11 @@ def draw(report: dict[str, Any], path: Path) -> None:
         axes.set_xscale("log", base=2)
         axes.set_xticks(SHARES, [f"{share:g}" for share in SHARES])
         axes.set(xlabel="share of the tokens kept", ylabel="bits per byte added", title=title)
-        axes.grid(alpha=0.3)
     panels[1].legend(frameon=False, fontsize=8)
-    figure.savefig(path, dpi=120)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = command.Parser("experiments.compression", __doc__)
-    add_options(parser)
-    options = parser.parse_args(arguments)
-    start = time.perf_counter()
-    decoder = checkpoint.load(corpus.MODEL, dtype=jnp.float32)
+def measure_all(decoder: Decoder) -> dict[str, Any]:
+    """The continuation of prompts and the copy task, and what they took."""
     windows = quality.held_out_windows(NUM_FILES, SKIPPED, PROMPT + REST + 1)
     prompts, rest = windows[:, :PROMPT], windows[:, PROMPT:]
     study = Study(decoder, prompts, rest[:, :-1], rest[:, 1:])
@@ -270,16 +251,12 @@ def main(arguments: list[str] | None = None) -> int:
     }
     passage = windows[:, :COPIED]
     copy = measure(Study(decoder, passage, passage[:, :-1], passage[:, 1:]))
-    report: dict[str, Any] = {
-        **provenance(),
-        "num_rows": len(windows),
-        "times": times,
-        "continuation": continuation,
-        "copy": copy,
-    }
-    report |= {"bars": bars_of(report), "seconds": time.perf_counter() - start}
-    deliver(report, options, show, draw)
-    return 0
+    return {"num_rows": len(windows), "times": times, "continuation": continuation, "copy": copy}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    beside, run = "layers whose attention is scored", quality.run_study
+    return run("experiments.compression", __doc__, arguments, measure_all, bars_of, show, draw, beside)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from flax import nnx
 
 import kvcache_jax as kv
 from experiments.common import byte_model, command, corpus, timing
-from experiments.common.report import add_options, at_most, deliver, provenance, show_bars, show_provenance
+from experiments.common.report import add_options, at_most, deliver, show_bars, show_provenance
 from experiments.decode_speed import dense_decoder
 from experiments.train import bits_per_byte
 from models.decoder import Decoder, DecoderConfig, cache_config, forward
@@ -278,7 +278,6 @@ def main(arguments: list[str] | None = None) -> int:
         texts = read_texts(options.data)
     except command.InputError as error:
         parser.error(str(error))
-    start = time.perf_counter()
     measured = measure(decoder, texts, options.steps)
     pools = {
         f"{num_layers} layers, {_LARGE_TABLES if is_full else 'smaller tables'}": slope
@@ -287,8 +286,6 @@ def main(arguments: list[str] | None = None) -> int:
         for slope in [gradient_pools(num_layers, is_full)]
     }
     report = {
-        **provenance(),
-        "seconds": time.perf_counter() - start,
         **measured,
         "gradient_pools": pools,
         "bars": bars_of(measured, pools),

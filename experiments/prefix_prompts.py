@@ -33,7 +33,6 @@ from experiments.common.report import (
     add_options,
     at_least,
     deliver,
-    provenance,
     show_bars,
     show_provenance,
 )
@@ -194,7 +193,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--prompts", type=count, default=20, metavar="N", help="and pairs; default: 20")
     add_options(parser, draws=False)
     options = parser.parse_args(arguments)
-    start = time.perf_counter()
     decoder = byte_model.load(parser, options.checkpoint)
     try:
         pairs = made_up_pairs(options.prompts, options.shared, options.own)
@@ -203,11 +201,9 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(str(error))
     made_up = time_pairs(decoder, pairs)
     report = {
-        **provenance(),
         "made_up": made_up,
         "few_shot": NO_DATA if questions is None else time_few_shot(decoder, questions),
         "bars": [at_least("first token of a second prompt, times sooner", made_up["ratio"], BAR)],
-        "seconds": time.perf_counter() - start,
     }
     deliver(report, options, show)
     return 0

@@ -60,7 +60,7 @@ from experiments.bookkeeping.operations import (
 )
 from experiments.bookkeeping.report import show
 from experiments.common import command
-from experiments.common.report import add_options, deliver, provenance
+from experiments.common.report import add_options, deliver
 from experiments.common.timing import summary
 from experiments.peers import run_peers
 
@@ -266,7 +266,6 @@ def main(arguments: list[str] | None = None) -> int:
         if shutil.which(python) is None:
             parser.error(f"got --peers-python {python}, expected a Python interpreter")
 
-    start = time.perf_counter()
     full = prepared([(operation, FULL, NUM_BLOCKS) for operation in OPERATIONS])
     measure(full, options.seconds * len(full))
     growth = []
@@ -285,8 +284,6 @@ def main(arguments: list[str] | None = None) -> int:
     }
     peers = run_peers(sizes, options.peers_python) if options.peers else []
     report = {
-        **provenance(),
-        "seconds": time.perf_counter() - start,
         "control_bytes": control_bytes(full[0].prepared),
         "decode_step_bytes": memory,
         "records": [

@@ -32,7 +32,6 @@ compared with full prefill, by KL divergence and the best token. Exit status 1 s
 """
 
 import argparse
-import time
 from typing import Any
 
 import jax.numpy as jnp
@@ -41,7 +40,7 @@ import kvcache_jax as kv
 from experiments.chunks import check, quality, report, rows, times, trace
 from experiments.chunks.prompts import read_prompts
 from experiments.common import command, corpus
-from experiments.common.report import add_options, deliver, provenance
+from experiments.common.report import add_options, deliver
 from models import checkpoint
 from models.decoder import Decoder
 
@@ -58,15 +57,11 @@ def main(arguments: list[str] | None = None) -> int:
     )
     _add_limits(parser)
     options = parser.parse_args(arguments)
-    start = time.perf_counter()
     if options.check:
-        measured = _checked(parser, options)
-    else:
-        measured = _studied(checkpoint.load(corpus.MODEL, dtype=jnp.float32))
-    found: dict[str, Any] = provenance() | measured | {"seconds": time.perf_counter() - start}
-    if options.check:
+        found = _checked(parser, options)
         deliver(found, options, check.show)
         return int(not all(bar["holds"] for bar in found["bars"]))
+    found = _studied(checkpoint.load(corpus.MODEL, dtype=jnp.float32))
     deliver(found, options, report.show, report.draw)
     return 0
 

@@ -1,7 +1,6 @@
 """The bars, tables and figure of `experiments.chunks`."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,7 +8,7 @@ import numpy as np
 from experiments.chunks.quality import ALL, NONE, RANDOM, SEEN, SHARES, UNTURNED
 from experiments.chunks.times import FULL
 from experiments.common import log_axes
-from experiments.common.report import at_least, at_most, show_bars, show_provenance
+from experiments.common.report import at_least, at_most, figure, show_bars, show_provenance
 from experiments.common.timing import ms_columns, show_records, show_table
 
 
@@ -78,28 +77,22 @@ def show(report: dict[str, Any]) -> None:
     show_bars(report)
 
 
-def draw(report: dict[str, Any], path: Path) -> None:
+@figure((11, 8), 2, 2, grid=("both", "both", "both", "x"))
+def draw(report: dict[str, Any], *panels: Any) -> None:
     """Four panels: KL by the share computed again for both texts, time, and the tokens of the requests."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 8), layout="constrained")
-    panels = figure.subplots(2, 2).reshape(-1)
-    for axes, text in zip(panels[:2], report["texts"], strict=True):
+    *losses, times, tokens = panels
+    for axes, text in zip(losses, report["texts"], strict=True):
         _draw_text(axes, text)
-    panels[0].set_ylabel("nats a byte")
-    panels[0].legend(frameon=False, fontsize=8, loc="lower left")
-    _draw_times(panels[2], report["times"])
+    losses[0].set_ylabel("nats a byte")
+    losses[0].legend(frameon=False, fontsize=8, loc="lower left")
+    _draw_times(times, report["times"])
     names = [" ".join(_side(record)).replace(", ", ",\n").strip() for record in report["trace"]]
-    bars = panels[3].barh(names, [record["computed"] / 1e3 for record in report["trace"]], color="C0")
-    panels[3].bar_label(bars, fmt="%.0f", padding=2, fontsize=8)
-    panels[3].invert_yaxis()
-    panels[3].tick_params(axis="y", labelsize=8)
-    panels[3].margins(x=0.15)
-    panels[3].set_title(f"{report['num_requests']} requests, thousand tokens computed")
-    for axes in panels:
-        axes.grid(alpha=0.3, axis="x" if axes is panels[3] else "both")
-        axes.set_axisbelow(True)
-    figure.savefig(path, dpi=120)
+    bars = tokens.barh(names, [record["computed"] / 1e3 for record in report["trace"]], color="C0")
+    tokens.bar_label(bars, fmt="%.0f", padding=2, fontsize=8)
+    tokens.invert_yaxis()
+    tokens.tick_params(axis="y", labelsize=8)
+    tokens.margins(x=0.15)
+    tokens.set_title(f"{report['num_requests']} requests, thousand tokens computed")
 
 
 def _draw_text(axes: Any, text: dict[str, Any]) -> None:

@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
 
 import kvcache_jax as kv
+from experiments.common.quality import read, started
 from experiments.decode_speed import dense_decoder
 from models.decoder import Decoder, cache_config, forward
 
@@ -41,30 +41,6 @@ def empty_cache(
         extras=[kv.chunks.Store(num_chunks, max_chunk_len)],
     )
     return kv.init(config)
-
-
-def started(cache: kv.Cache) -> kv.Cache:
-    """Starts all rows."""
-    cache, admission = kv.allocate(cache, np.arange(cache.max_seqs), [1] * cache.max_seqs)
-    kv.raise_for_status(admission.status, "allocate")
-    return cache
-
-
-@jax.jit
-def read(
-    decoder: Decoder, cache: kv.Cache, tokens: ArrayLike, num_new: ArrayLike | None = None
-) -> tuple[kv.Cache, jax.Array]:
-    """Appends tokens i32[n, T] to rows, all of them or the first i32[n] of each.
-
-    Returns:
-      The cache, and log-probabilities f32[n, T, vocab_size] of what follows each token.
-    """
-    tokens = jnp.asarray(tokens)
-    if num_new is None:
-        num_new = jnp.full(tokens.shape[0], tokens.shape[1])
-    cache, step = kv.extend(cache, num_new, max_new=tokens.shape[1])
-    logits, cache = forward(decoder, tokens, cache, step)
-    return cache, jax.nn.log_softmax(logits)
 
 
 def repaired(decoder: Decoder, cache: kv.Cache, tokens: np.ndarray, places: np.ndarray) -> kv.Cache:

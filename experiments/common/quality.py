@@ -1,10 +1,78 @@
-"""What predictions of held-out bytes are worth: bits per byte, and the KL divergence to exact ones."""
+"""Studies of what the model of bytes predicts: their command, how rows read, and what predictions are worth.
+
+def main(arguments=None):
+    return quality.run_study("experiments.some", __doc__, arguments, measure, bars_of, show, draw)
+"""
 
 import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
-from experiments.common import corpus
+import kvcache_jax as kv
+from experiments.common import byte_model, command, corpus, report
+from models.decoder import Decoder, forward
+
+
+def run_study(
+    module: str,
+    doc: str | None,
+    arguments: Sequence[str] | None,
+    measure: Callable[[Decoder], dict[str, Any]],
+    bars_of: Callable[[dict[str, Any]], list[dict[str, Any]]],
+    show: Callable[[dict[str, Any]], None],
+    draw: Callable[[dict[str, Any], Path], None],
+    beside: str | None = None,
+) -> int:
+    """Runs the command of a study.
+
+    Args:
+      module: As it is started.
+      doc: Its docstring.
+      arguments: Of the command line.
+      measure: Of the model, the report without its bars.
+      bars_of: The bars of that.
+      show: Prints the report.
+      draw: Writes its figure.
+      beside: See `byte_model.load`.
+    """
+    parser = command.Parser(module, doc)
+    report.add_options(parser)
+    byte_model.add_option(parser)
+    options = parser.parse_args(arguments)
+    found = measure(byte_model.load(parser, options.checkpoint, beside=beside))
+    found |= {"model": options.checkpoint.name, "bars": bars_of(found)}
+    report.deliver(found, options, show, draw)
+    return 0
+
+
+def started(cache: kv.Cache) -> kv.Cache:
+    """Starts all rows."""
+    cache, admission = kv.allocate(cache, np.arange(cache.max_seqs), [1] * cache.max_seqs)
+    kv.raise_for_status(admission.status, "allocate")
+    return cache
+
+
+@jax.jit
+def read(
+    decoder: Decoder, cache: kv.Cache, tokens: ArrayLike, num_new: ArrayLike | None = None
+) -> tuple[kv.Cache, jax.Array]:
+    """Appends tokens i32[n, T] to rows, all of them or the first i32[n] of each.
+
+    Returns:
+      The cache, and log-probabilities f32[n, T, vocab_size] of what follows each token.
+    """
+    tokens = jnp.asarray(tokens)
+    if num_new is None:
+        num_new = jnp.full(tokens.shape[0], tokens.shape[1])
+    cache, step = kv.extend(cache, num_new, max_new=tokens.shape[1])
+    logits, cache = forward(decoder, tokens, cache, step)
+    return cache, jax.nn.log_softmax(logits)
 
 
 def held_out_windows(num_files: int, skipped: int, length: int) -> np.ndarray:

@@ -3,13 +3,14 @@
 parser = command.Parser("experiments.some", __doc__)
 report.add_options(parser)
 options = parser.parse_args(arguments)
-start = time.perf_counter()
 found = {"records": records, "bars": [report.at_most("seconds", 3.2, 4)]}
-report.deliver(report.provenance() | found | {"seconds": time.perf_counter() - start}, options, show, draw)
+report.deliver(found, options, show, draw)
 """
 
 import argparse
+import functools
 import json
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,8 @@ def at_least(bar: str, measured: float, limit: float) -> dict[str, Any]:
 
 
 def add_options(parser: argparse.ArgumentParser, *, draws: bool = True) -> None:
-    """Adds the options --json and, where there is a figure, --picture."""
+    """Adds the options --json and, where there is a figure, --picture; from here on seconds count."""
+    parser.set_defaults(start=time.perf_counter())
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     if draws:
         parser.add_argument("--picture", type=command.picture, metavar="FILE", help="also draw a figure")
@@ -50,18 +52,58 @@ def provenance() -> dict[str, Any]:
 
 
 def deliver(
-    report: dict[str, Any],
+    found: dict[str, Any],
     options: argparse.Namespace,
     show: Callable[[dict[str, Any]], None],
     draw: Callable[[dict[str, Any], Path], None] | None = None,
 ) -> None:
-    """Prints a report, as tables or as one JSON object, and draws its figure, as the options want it."""
+    """Prints a report, as tables or as one JSON object, and draws its figure, as the options want it.
+
+    Args:
+      found: Of the report all but its provenance and seconds.
+      options: From `add_options`.
+      show: Prints the tables.
+      draw: Writes the figure.
+    """
+    report = provenance() | {"seconds": time.perf_counter() - options.start} | found
     if options.json:
         print(json.dumps(report))
     else:
         show(report)
     if draw is not None and options.picture:
         draw(report, options.picture)
+
+
+def figure(
+    size: tuple[float, float], *shape: int, grid: str | Sequence[str] = "both", dpi: int = 120, **options: Any
+) -> Callable[[Callable[..., None]], Callable[[dict[str, Any], Path], None]]:
+    """Makes of a function that draws a report on panels one that writes its figure to a file.
+
+    Args:
+      size: Inches.
+      *shape: Rows and columns of the panels, which the function is given row by row.
+      grid: The axis of the grids behind what is drawn, or one for each panel.
+      dpi: Dots per inch.
+      **options: Of matplotlib's `Figure.subplots`.
+    """
+
+    def decorate(draw: Callable[..., None]) -> Callable[[dict[str, Any], Path], None]:
+        @functools.wraps(draw)
+        def write(report: dict[str, Any], path: Path) -> None:
+            from matplotlib.figure import Figure
+
+            made = Figure(figsize=size, layout="constrained")
+            panels = made.subplots(*shape, squeeze=False, **options).ravel()
+            draw(report, *panels)
+            grids = [grid] * len(panels) if isinstance(grid, str) else grid
+            for axes, axis in zip(panels, grids, strict=True):
+                axes.grid(alpha=0.3, axis=axis)
+                axes.set_axisbelow(True)
+            made.savefig(path, dpi=dpi)
+
+        return write
+
+    return decorate
 
 
 def show_provenance(report: dict[str, Any]) -> None:

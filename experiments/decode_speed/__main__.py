@@ -30,7 +30,7 @@ import numpy as np
 from jax import lax
 
 from experiments.common import byte_model, command, timing
-from experiments.common.report import add_options, at_least, at_most, deliver, provenance
+from experiments.common.report import add_options, at_least, at_most, deliver
 from experiments.decode.memory import memory_report
 from experiments.decode_speed import dense_decoder
 from experiments.decode_speed.report import draw, show
@@ -202,7 +202,6 @@ def main(arguments: list[str] | None = None) -> int:
     except command.InputError as error:
         parser.error(str(error))
 
-    start = time.perf_counter()
     contexts = make_contexts(decoder)
     seconds = 2.0 if options.quick else 10.0
     records = []
@@ -212,8 +211,6 @@ def main(arguments: list[str] | None = None) -> int:
     for case in () if options.quick else (*FILLS, UNEVEN, *BATCHES, *TABLES):
         records += measure(case, decoder, contexts, seconds / 2)
     report = {
-        **provenance(),
-        "seconds": time.perf_counter() - start,
         "model": {"checkpoint": options.checkpoint.name, "num_parameters": num_parameters(decoder)},
         "records": records,
         "memory": memory,

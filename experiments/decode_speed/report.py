@@ -1,10 +1,10 @@
 """The tables and the figure of `experiments.decode_speed`."""
 
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
 from experiments.common import log_axes
-from experiments.common.report import show_bars, show_provenance
+from experiments.common.report import figure, show_bars, show_provenance
 from experiments.common.timing import show_table
 from experiments.decode.memory import BLOCK_SIZE, NUM_DRAWS, NUM_ROWS
 from experiments.decode_speed.sides import (
@@ -106,12 +106,9 @@ def _show_memory(memory: dict) -> None:
     show_table(f"sharing a prompt, blocks of {BLOCK_SIZE}", header, rows)
 
 
-def draw(report: dict, path: Path) -> None:
+@figure((11, 8), 2, 2)
+def draw(report: dict, by_fill: Any, by_batch: Any, padding: Any, sharing: Any) -> None:
     """Four panels: the step by fill and by batch, slots without a token, blocks saved."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 8), layout="constrained")
-    (by_fill, by_batch), (padding, sharing) = figure.subplots(2, 2)
     records, measured = report["records"], {record["case"]["name"] for record in report["records"]}
     colors = dict(zip((PAGED, *DENSE, ALONE), ("C0", "C1", "C3", "0.6"), strict=True))
 
@@ -124,7 +121,6 @@ def draw(report: dict, path: Path) -> None:
         axes.set(xscale="log", yscale="log", title=title, xlabel=label, ylabel="milliseconds per step")
         axes.set_xticks([place(case) for case in cases], [f"{place(case):,}" for case in cases])
         axes.minorticks_off()
-        axes.grid(alpha=0.3)
         axes.legend(frameon=False)
 
     full_len = FULL.table_len
@@ -168,7 +164,6 @@ def draw(report: dict, path: Path) -> None:
         padding.set_yticks(percent, [f"{share:g}" for share in percent])
         padding.set_xticks(sizes, [str(size) for size in sizes])
         padding.minorticks_off()
-        padding.grid(alpha=0.3)
         padding.legend(frameon=False)
     else:
         padding.text(0.5, 0.5, "skipped: no trace", ha="center", transform=padding.transAxes)
@@ -184,9 +179,7 @@ def draw(report: dict, path: Path) -> None:
     sharing.set(
         xlabel="samples of a prompt", ylabel="% of the blocks", title="blocks saved (lines: closed form)"
     )
-    sharing.grid(alpha=0.3)
     sharing.legend(frameon=False)
-    figure.savefig(path, dpi=120)
 
 
 def _number(milliseconds: float) -> str:

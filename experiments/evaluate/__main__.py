@@ -22,7 +22,6 @@ that was not, to the last bit. All that an item shares with others is its task's
 and a process computes that first.
 """
 
-import time
 from typing import Any
 
 import jax
@@ -30,7 +29,7 @@ import jax
 from experiments.common import byte_model, command, corpus
 from experiments.common.command import InputError
 from experiments.common.progress import progress
-from experiments.common.report import add_options, deliver, provenance
+from experiments.common.report import add_options, deliver
 from experiments.evaluate import report as reports
 from experiments.evaluate.items import Task, grade_school, programs, source
 from experiments.evaluate.results import Results
@@ -54,7 +53,6 @@ def main(arguments: list[str] | None = None) -> int:
     byte_model.add_option(parser)
     add_options(parser, draws=False)
     options = parser.parse_args(arguments)
-    start = time.perf_counter()
     decoder = byte_model.load(parser, options.checkpoint)
     try:
         tasks = tasks_of(options)
@@ -69,10 +67,8 @@ def main(arguments: list[str] | None = None) -> int:
             show(num_done, result["id"])
     summaries = [summary(task, results) for task in tasks]
     report = {
-        **provenance(),
         "model": options.checkpoint.name,
         "seed": options.seed,
-        "seconds": time.perf_counter() - start,
         "items": num_items,
         "found": results.num_found,
         "tasks": summaries,

@@ -2,10 +2,9 @@
 
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from experiments.common.report import verdict
+from experiments.common.report import figure, verdict
 from experiments.common.timing import show_table
 from experiments.kernel_speed.cells import BLOCK_SIZES, LARGE_BYTES
 from experiments.kernel_speed.names import COPY, OURS, READ, WITH_PLAN
@@ -250,14 +249,11 @@ def _percent(share: float | None) -> str:
     return "" if share is None else f"{share:.0%}"
 
 
-def draw(report: dict, path: Path) -> None:
+@figure((14, 4.5), 1, 3)
+def draw(report: dict, bandwidth: Any, ratios: Any, others: Any) -> None:
     """Three panels: the decode's bandwidth by bytes, its ratio to the best peer, and the other kernels'."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(14, 4.5), layout="constrained")
-    bandwidth, ratios, others = figure.subplots(1, 3)
-    device = report["device"]["name"]
-    figure.suptitle(f"{device}, jax {report['jax']}, {report['date']} {report['revision']}", fontsize=9)
+    title = f"{report['device']['name']}, jax {report['jax']}, {report['date']} {report['revision']}"
+    bandwidth.figure.suptitle(title, fontsize=9)
 
     decodes, read = report["decodes"], report["ceilings"].get(READ)
     for nth, block_size in enumerate(BLOCK_SIZES):
@@ -313,10 +309,7 @@ def draw(report: dict, path: Path) -> None:
     others.set(xlabel="GB/s, read and written", title="movement, and whole steps")
 
     for axes, drawn in ((bandwidth, decodes and read), (ratios, compared), (others, bars)):
-        if drawn:
-            axes.grid(alpha=0.3)
-        else:
+        if not drawn:
             axes.text(0.5, 0.5, NOT_MEASURED, ha="center", va="center", transform=axes.transAxes)
     if bandwidth.get_legend_handles_labels()[0]:
         bandwidth.legend(frameon=False, fontsize=7)
-    figure.savefig(path, dpi=120)

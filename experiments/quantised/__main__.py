@@ -22,14 +22,11 @@ A step is timed as `experiments.decode_speed` does it: 8 steps in a jitted scan,
 end, the cache donated; the storages take turns.
 """
 
-import time
-from collections.abc import Sequence
-
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.common import byte_model, command, quality, timing
-from experiments.common.report import add_options, at_least, at_most, deliver, provenance
+from experiments.common import command, quality, timing
+from experiments.common.report import at_least, at_most
 from experiments.decode_speed.__main__ import Timing
 from experiments.decode_speed.sides import LOOP, NUM_STEPS, Case, make_contexts, paged_side
 from experiments.quantised.report import draw, show
@@ -92,19 +89,20 @@ def measure_steps(decoder: Decoder, case: Case = CASE, num_rounds: int = NUM_ROU
     return records
 
 
-def bars_of(losses: dict, steps: Sequence[dict], head_dim: int) -> list[dict]:
+def bars_of(found: dict) -> list[dict]:
     """What must hold, beside what was measured."""
-    storages = {record["storage"]: record for record in losses["storages"]}
+    storages = {record["storage"]: record for record in found["storages"]}
     added = {
         (record["num_bits"], record["keys"]): record["bits_added"]
-        for record in losses["roundings"]
+        for record in found["roundings"]
         if record["values"] == "per token"
     }
     bars = []
 
     for name, least in (("int8", 1.8), ("int4", 3.3)):
         rows = storages[name]["rows_in_bytes_of_bfloat16"]
-        bars.append(at_least(f"rows in the bytes of bfloat16, {name}, head_dim {head_dim}", rows, least))
+        what = f"rows in the bytes of bfloat16, {name}, head_dim {found['head_dim']}"
+        bars.append(at_least(what, rows, least))
     for name, most in (("int8", 1e-4), ("fp8", 2e-3)):
         bars.append(at_most(f"KL to float32, {name}", storages[name]["kl"], most))
     bars.append(at_most(f"bits per byte added, {ROTATED}", storages[ROTATED]["bits_added"], 0.01))
@@ -112,32 +110,20 @@ def bars_of(losses: dict, steps: Sequence[dict], head_dim: int) -> list[dict]:
         channel, token = added[num_bits, "per channel"], added[num_bits, "per token"]
         what = f"bits per byte added, {num_bits} bits: keys per channel / per token"
         bars.append(at_most(what, channel / token, 1.0))
-    (times,) = (record["times_float32"] for record in steps if record["side"] == "int8")
+    (times,) = (record["times_float32"] for record in found["steps"] if record["side"] == "int8")
     bars.append(at_most(f"a step, times {FLOAT32}'s, int8, {CASE.lens[0]} tokens a row", times[1], 1.3))
     return bars
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = command.Parser("experiments.quantised", __doc__)
-    add_options(parser)
-    byte_model.add_option(parser)
-    options = parser.parse_args(arguments)
-    decoder = byte_model.load(parser, options.checkpoint, beside="dense attention to rounded keys")
-    start = time.perf_counter()
-    windows = quality.held_out_windows(NUM_FILES, SKIPPED, LENGTH + 1)
-    losses = measure_quality(decoder, windows)
-    steps = measure_steps(decoder)
-    report = {
-        **provenance(),
-        "seconds": time.perf_counter() - start,
-        "model": options.checkpoint.name,
-        "steps_in_a_loop": NUM_STEPS,
-        **losses,
-        "steps": steps,
-        "bars": bars_of(losses, steps, decoder.config.head_dim),
-    }
-    deliver(report, options, show, draw)
-    return 0
+    def measure(decoder: Decoder) -> dict:
+        windows = quality.held_out_windows(NUM_FILES, SKIPPED, LENGTH + 1)
+        sizes = {"steps_in_a_loop": NUM_STEPS, "head_dim": decoder.config.head_dim}
+        return sizes | measure_quality(decoder, windows) | {"steps": measure_steps(decoder)}
+
+    beside = "dense attention to rounded keys"
+    run = quality.run_study
+    return run("experiments.quantised", __doc__, arguments, measure, bars_of, show, draw, beside)
 
 
 if __name__ == "__main__":

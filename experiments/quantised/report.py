@@ -1,9 +1,9 @@
 """The tables and the figure of `experiments.quantised`."""
 
-from pathlib import Path
+from typing import Any
 
 from experiments.common import log_axes
-from experiments.common.report import show_bars, show_provenance
+from experiments.common.report import figure, show_bars, show_provenance
 from experiments.common.timing import ms_columns, show_records
 
 STORED = {
@@ -40,12 +40,9 @@ def show(report: dict) -> None:
     show_bars(report)
 
 
-def draw(report: dict, path: Path) -> None:
+@figure((10, 4), 1, 2, grid="y")
+def draw(report: dict, formats: Any, keys: Any) -> None:
     """Two panels: KL by bytes a token, and what rounding keys per token or per channel costs."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    formats, keys = figure.subplots(1, 2)
     records = [record for record in report["storages"] if record["kl"] > 0]
     formats.plot([r["bytes_per_token"] for r in records], [r["kl"] for r in records], "o", color="C0")
     for record in records:
@@ -71,8 +68,4 @@ def draw(report: dict, path: Path) -> None:
     keys.set(yscale="log", ylabel="bits per byte added", title="rounding keys per token and per channel")
     keys.set_ylim(top=3 * keys.get_ylim()[1])  # for the legend
     keys.legend(frameon=False, loc="upper left")
-    for axes in (formats, keys):
-        axes.grid(alpha=0.3, axis="y")
-        axes.set_axisbelow(True)
     log_axes.label(keys.yaxis)
-    figure.savefig(path, dpi=120)

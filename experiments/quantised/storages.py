@@ -13,7 +13,7 @@ from jax import lax
 import kvcache_jax as kv
 from experiments.common import quality
 from experiments.decode_speed import dense_decoder
-from models.decoder import Decoder, DecoderConfig, cache_config, forward
+from models.decoder import Decoder, DecoderConfig, cache_config
 
 BLOCK_SIZE = 16
 GROUP = 16  # tokens that share a step where keys are rounded per channel
@@ -70,16 +70,7 @@ def stored_log_p(decoder: Decoder, windows: np.ndarray, storage: Storage) -> np.
     num_rows, length = windows[:, :-1].shape
     sizes = dict(max_seqs=num_rows, block_size=BLOCK_SIZE, max_seq_len=length)
     cache = kv.init(cache_config(decoder.config, **sizes, **storage.options))
-    cache, admission = kv.allocate(cache, np.arange(num_rows), [length] * num_rows)
-    kv.raise_for_status(admission.status, "allocate")
-    return np.asarray(_stored_log_p(decoder, jnp.asarray(windows[:, :-1]), cache))
-
-
-@jax.jit
-def _stored_log_p(decoder: Decoder, tokens: jax.Array, cache: kv.Cache) -> jax.Array:
-    cache, step = kv.extend(cache, jnp.full(len(tokens), tokens.shape[1], jnp.int32), max_new=tokens.shape[1])
-    logits, _ = forward(decoder, tokens, cache, step)
-    return jax.nn.log_softmax(logits)
+    return np.asarray(quality.read(decoder, quality.started(cache), windows[:, :-1])[1])
 
 
 @dataclasses.dataclass(frozen=True)

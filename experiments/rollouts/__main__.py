@@ -25,10 +25,8 @@ program: the answers of every update in a step, and of the engine those that wer
 the last weights.
 """
 
-import time
-
 from experiments.common import command
-from experiments.common.report import add_options, deliver, provenance
+from experiments.common.report import add_options, deliver
 from experiments.rollouts import report as reports
 from experiments.rollouts.study import (
     Sizes,
@@ -49,14 +47,11 @@ def main(arguments: list[str] | None = None) -> int:
     add_options(parser)
     options = parser.parse_args(arguments)
     sizes = Sizes(prompts=16, group=8, updates=options.updates, seed=options.seed)
-    start = time.perf_counter()
     decoder = teach(sizes.seed, TEACHING_STEPS)
     steps = compile_steps(decoder, sizes)
     ways = [train_in_step(decoder, sizes, steps), train_beside_engine(decoder, sizes)]
     sharing = compare_sharing(decoder, sizes, steps)
     report = {
-        **provenance(),
-        "seconds": time.perf_counter() - start,
         "sizes": sizes._asdict(),
         "ways": ways,
         "sharing": sharing,

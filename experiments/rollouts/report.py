@@ -2,11 +2,11 @@
 
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from experiments.common.report import at_least, at_most, show_bars, show_provenance
+from experiments.common.report import at_least, at_most, figure, show_bars, show_provenance
 from experiments.common.timing import show_records
 
 LEAST_REWARD = 0.85
@@ -72,12 +72,9 @@ def show(report: dict) -> None:
     show_bars(report)
 
 
-def draw(report: dict, path: Path) -> None:
+@figure((10, 4), 1, 2, grid="y", width_ratios=(3, 2))
+def draw(report: dict, curves: Any, costs: Any) -> None:
     """Two panels: the reward by updates, and what a step takes with prompts shared and apart."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    curves, costs = figure.subplots(1, 2, width_ratios=(3, 2))
     for i, way in enumerate(report["ways"]):
         rewards = np.array(way["rewards"])
         curves.plot(np.arange(len(rewards)) + 1, rewards, color=f"C{i}", alpha=0.25, linewidth=0.8)
@@ -96,7 +93,3 @@ def draw(report: dict, path: Path) -> None:
     costs.axhline(1, color="black", linewidth=0.8)
     costs.set_title("Prompts apart, in times of shared ones")
     costs.margins(y=0.12)
-    for axes in (curves, costs):
-        axes.grid(alpha=0.3, axis="y")
-        axes.set_axisbelow(True)
-    figure.savefig(path, dpi=120)

@@ -36,7 +36,6 @@ import importlib.util
 import json
 import math
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +45,12 @@ import kvcache_jax as kv
 from experiments.common import command
 from experiments.common.command import InputError
 from experiments.common.corpus import MODEL
-from experiments.common.report import add_options, deliver, provenance
+from experiments.common.report import add_options, deliver
 from experiments.serve import report as reports
 from experiments.serve.compare import compare
-from experiments.serve.machines import MACHINES
-from experiments.serve.program import warm_up
 from experiments.serve.server import Server
-from experiments.serve.sides import BLOCK_SIZE, PREFIX, Sizes, make_engine, make_server
-from experiments.serve.simulate import holds_one, simulate
+from experiments.serve.sides import BLOCK_SIZE, PREFIX, Sizes, make_engine, make_server, warm_up
+from experiments.serve.simulate import MACHINES, holds_one, simulate
 from experiments.serve.view import Board
 from experiments.serve.workload import Workload, alike, few_shot, human_eval
 from models import checkpoint
@@ -79,16 +76,13 @@ def main(arguments: list[str] | None = None) -> int:
     for name, value in defaults.items():
         if getattr(options, name) is None:
             setattr(options, name, value)
-    start = time.perf_counter()
     try:
         servers, found = run(options)
     except (InputError, checkpoint.CheckpointError) as error:
         parser.error(str(error))
     report = {
-        **provenance(),
         "load": os.getloadavg()[0],
         "model": options.checkpoint.name,
-        "seconds": time.perf_counter() - start,
         **found,
     }
     deliver(report, options, reports.show, reports.draw)

@@ -5,9 +5,19 @@ from typing import Any
 from experiments.common.report import at_least, at_most
 from experiments.serve import interference
 from experiments.serve.interference import STEPS_PER_DELIVERY
-from experiments.serve.program import program_cost, warm_up
 from experiments.serve.server import Server
-from experiments.serve.sides import CONTINUOUS, HOST, PREFIX, STATIC, TABLE, Sizes, make_engine, make_server
+from experiments.serve.sides import (
+    CONTINUOUS,
+    HOST,
+    PREFIX,
+    STATIC,
+    TABLE,
+    Sizes,
+    make_engine,
+    make_server,
+    program_cost,
+    warm_up,
+)
 from experiments.serve.view import Board
 from experiments.serve.workload import Workload
 from models.decoder import Decoder

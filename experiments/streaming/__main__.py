@@ -23,15 +23,15 @@ The time of a step ends when its losses are on the host. The model was trained o
 bytes, which is what full attention beyond them pays for.
 """
 
-import time
 from collections.abc import Sequence
 
 import numpy as np
 
 import kvcache_jax as kv
 from experiments.chunks.rows import rotations_of
-from experiments.common import byte_model, command, timing
-from experiments.common.report import add_options, at_most, deliver, provenance
+from experiments.common import command, timing
+from experiments.common.quality import run_study
+from experiments.common.report import at_most
 from experiments.streaming.report import draw, show
 from experiments.streaming.sides import (
     BLOCK_SIZE,
@@ -117,23 +117,11 @@ def bars_of(found: dict) -> list[dict]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = command.Parser("experiments.streaming", __doc__)
-    add_options(parser)
-    byte_model.add_option(parser)
-    options = parser.parse_args(arguments)
-    decoder = byte_model.load(parser, options.checkpoint, beside="the mask without a cache")
-    start = time.perf_counter()
-    found = measure(decoder, read_text(LENGTH))
-    report = {
-        **provenance(),
-        "seconds": time.perf_counter() - start,
-        "model": options.checkpoint.name,
-        "tokens_of_a_step": STEP_LEN,
-        **found,
-        "bars": bars_of(found),
-    }
-    deliver(report, options, show, draw)
-    return 0
+    def of_text(decoder: Decoder) -> dict:
+        return {"tokens_of_a_step": STEP_LEN, **measure(decoder, read_text(LENGTH))}
+
+    beside = "the mask without a cache"
+    return run_study("experiments.streaming", __doc__, arguments, of_text, bars_of, show, draw, beside)
 
 
 if __name__ == "__main__":

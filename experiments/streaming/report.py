@@ -1,8 +1,8 @@
 """The tables and the figure of `experiments.streaming`."""
 
-from pathlib import Path
+from typing import Any
 
-from experiments.common.report import show_bars, show_provenance
+from experiments.common.report import figure, show_bars, show_provenance
 from experiments.common.timing import show_records, show_table
 
 
@@ -33,12 +33,9 @@ DENSE = {"bytes": "{start:,} - {end:,}", "bits per byte": "{bits_per_byte:.4f}",
 BLOCKS = {"": "{side}", "tokens read": "{num_read:,}", "most blocks held": "{most_blocks:,}"}
 
 
-def draw(report: dict, path: Path) -> None:
+@figure((10, 4), 1, 2)
+def draw(report: dict, losses: Any, times: Any) -> None:
     """Two panels over the text: bits per byte, and the time of a step."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    losses, times = figure.subplots(1, 2)
     for i, side in enumerate(report["sides"]):
         middles = [(part["start"] + part["end"]) / 2 for part in side["parts"]]
         style = dict(color=f"C{i}", marker=".", label=side["side"], linestyle="--" if i == 1 else "-")
@@ -57,8 +54,5 @@ def draw(report: dict, path: Path) -> None:
         title=f"a step of {report['tokens_of_a_step']} tokens, ms", xlabel="bytes of text", ylim=(0, None)
     )
     for axes in (losses, times):
-        axes.grid(alpha=0.3)
-        axes.set_axisbelow(True)
         axes.xaxis.set_major_formatter("{x:,.0f}")
     losses.legend(frameon=False)
-    figure.savefig(path, dpi=120)

@@ -36,7 +36,7 @@ from rich.progress import BarColumn, Progress, TimeElapsedColumn
 
 import kvcache_jax as kv
 from experiments.common import command
-from experiments.common.report import add_options, deliver, provenance
+from experiments.common.report import add_options, deliver
 from experiments.traces.report import draw, show
 from experiments.traces.trace import Trace, add_trace_options, read_trace
 from kvcache_jax.core.eviction_policy import policies
@@ -177,7 +177,6 @@ def main(arguments: list[str] | None = None) -> int:
                     f"a cache of {size:,} blocks does not fit in memory: {str(error).splitlines()[0]}"
                 )
     report = {
-        **provenance(),
         "trace": {
             "name": options.trace.name,
             "num_requests": len(trace.ids),

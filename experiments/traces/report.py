@@ -1,9 +1,9 @@
 """The table and the picture of `experiments.traces.replay`."""
 
-from pathlib import Path
+from typing import Any
 
 from experiments.common import log_axes
-from experiments.common.report import show_provenance
+from experiments.common.report import figure, show_provenance
 from experiments.common.timing import show_records
 
 
@@ -36,12 +36,9 @@ def show(report: dict) -> None:
     show_records(title, COLUMNS, report["records"])
 
 
-def draw(report: dict, path: Path) -> None:
+@figure((8, 4), 1, 2, dpi=150, sharex=True, sharey=True)
+def draw(report: dict, *panels: Any) -> None:
     """Writes a picture: hit rate by block and by token against the cache's size."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4), layout="constrained")
-    panels = figure.subplots(1, 2, sharex=True, sharey=True)
     policies = dict.fromkeys(record["policy"] for record in report["records"])
     for ax, field, what in zip(
         panels, ("hit_rate_blocks", "hit_rate_tokens"), ("of blocks", "of tokens"), strict=True
@@ -54,9 +51,7 @@ def draw(report: dict, path: Path) -> None:
             )
         ax.set(xscale="log", xlabel="blocks in the cache", title=f"hit rate {what}", ylim=(0, None))
         log_axes.label(ax.xaxis)
-        ax.grid(color="0.9")
         ax.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("%")
     panels[0].legend(frameon=False, fontsize=8)
-    figure.suptitle(report["trace"]["name"], fontsize=10)
-    figure.savefig(path, dpi=150)
+    panels[0].figure.suptitle(report["trace"]["name"], fontsize=10)

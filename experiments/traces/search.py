@@ -23,7 +23,6 @@ With --replay, `hyperbolic` and LRU also run through the cache itself, which mus
 """
 
 import functools
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -32,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.common import command, timing
-from experiments.common.report import add_options, deliver, provenance
+from experiments.common.report import add_options, deliver
 from experiments.traces.replay import progress_bar, rates, replay
 from experiments.traces.simulator import TICKS_PER_REQUEST, Blocks, EvictionKey, simulate
 from experiments.traces.trace import Trace, add_trace_options, full_blocks_only, read_trace
@@ -257,14 +256,11 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(str(error))
     if (longest := max(int(trace.num_ids.max()) for trace in traces.values())) > SIZES[0]:
         parser.error(f"got a request of {longest} blocks, expected at most {SIZES[0]}, the smallest size")
-    start = time.perf_counter()
     with progress_bar() as tell:
         records = search(traces, SIZES, tell)
         published = {path.stem: traces[path.stem] for path in options.trace}
         replays = confirm(published, SIZES, tell) if options.replay else []
     report = {
-        **provenance(),
-        "seconds": time.perf_counter() - start,
         "sizes": SIZES,
         "judged_size": JUDGED_SIZE,
         "candidates": records,

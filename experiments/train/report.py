@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from matplotlib.figure import Figure
 
 from experiments.common import corpus
+from experiments.common.report import figure
 from experiments.common.timing import machine, revision, show_table
 from experiments.train.bits_per_byte import bits_of_files
 from models import checkpoint
@@ -118,12 +118,11 @@ def make_record(
 def write(folder: Path, record: dict[str, Any]) -> None:
     """Writes the record and draws the curve beside it."""
     (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n")
-    _draw(record).savefig(folder / CURVE, dpi=120)
+    _draw(record, folder / CURVE)
 
 
-def _draw(record: dict[str, Any]) -> Figure:
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot()
+@figure((8, 4.5))
+def _draw(record: dict[str, Any], axes: Any) -> None:
     settings, loss = record["settings"], record["loss"]
     num_steps = settings["steps"]
     ends = [min((i + 1) * record["loss_every"], num_steps) for i in range(len(loss))]
@@ -137,6 +136,4 @@ def _draw(record: dict[str, Any]) -> Figure:
     axes.axvline(num_steps * (1 - settings["long_share"]), color="0.8", linewidth=1, label=label)
     axes.set(xlabel="step", ylabel="bits per byte", xlim=(0, num_steps), ylim=(1, 4))
     axes.set_title("A byte-level decoder learns Python's standard library")
-    axes.grid(alpha=0.25)
     axes.legend(frameon=False)
-    return figure

@@ -10,8 +10,9 @@ import pytest
 
 import kvcache_jax as kv
 from kvcache_jax import Status
+from kvcache_jax.testing import poison
 from tests.support.attention_driver import TOLERANCE, AttentionDriver, dense_attention, fragment
-from tests.support.helpers import assert_same, poison, statuses, table
+from tests.support.helpers import assert_same, statuses, table
 
 NUM_KV_HEADS = 2
 MAX_SEQ_LEN = 27

@@ -7,7 +7,8 @@ import pytest
 import kvcache_jax as kv
 from kvcache_jax import testing
 from kvcache_jax.core import backends
-from tests.support.helpers import ROOMY, TokenDriver, append, assert_same, leaf_bytes, poison, tiny_config
+from kvcache_jax.testing import poison
+from tests.support.helpers import ROOMY, TokenDriver, append, assert_same, leaf_bytes, tiny_config
 
 HEADS, DIM = 2, 5
 

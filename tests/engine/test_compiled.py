@@ -9,9 +9,9 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import kvcache_jax as kv
-from experiments.serve.program import counted
 from tests.engine.exact_engine import SIZES, ask, expect
 from tests.engine.exact_model import collect, config, forward, make_params
+from tests.support.helpers import compiled_programs
 
 DEVICES = jax.devices()
 PAIR = Mesh(np.array(DEVICES[:2]), ("model",))
@@ -41,7 +41,7 @@ def test_parameters_in_any_form_are_served_by_one_program():
     make, num_programs = fresh_engine(make_params(shift=1)), []
     for first in list(FORMS)[:5]:
         engine, others = make(FORMS[first]), [form(make_params(shift=2)) for form in FORMS.values()]
-        with counted() as programs:
+        with compiled_programs() as programs:
             found = [collect_all(engine, requests)]
             for params in others:
                 engine.set_params(params)

@@ -7,10 +7,10 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 
 import kvcache_jax as kv
-from experiments.serve.program import counted
 from tests.engine.exact_engine import SIZES
 from tests.engine.exact_model import DIM, check_state, config, decode_alone, make_params, note, random_request
 from tests.engine.exact_model import forward as forward_of_one
+from tests.support.helpers import compiled_programs
 
 
 def forward(params, tokens, cache, step):
@@ -42,7 +42,7 @@ def test_rows_over_one_axis_and_heads_over_the_other():
     requests, said = [random_request(rng, i) for i in range(24)], {}
     assert config().max_seqs == split.max_seqs
     waiting = requests
-    with counted() as programs:
+    with compiled_programs() as programs:
         while waiting or engine.num_unfinished:
             waiting = waiting[engine.push(waiting) :]
             engine.drain()

@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 from experiments import compression
+from experiments.common import byte_model
 from models.decoder import Decoder
 from tests.experiments import tiny
 
@@ -35,7 +36,8 @@ def test_a_study_of_a_tiny_model(monkeypatch, tmp_path, capsys):
     """Everything kept adds nothing; blocks are those of the tokens kept; tables and picture are drawn."""
     for name, value in (("NUM_FILES", 2), ("PROMPT", 96), ("REST", 16), ("COPIED", 16), ("WINDOW", 8)):
         monkeypatch.setattr(compression, name, value)
-    monkeypatch.setattr(compression.checkpoint, "load", lambda *_, **__: Decoder(TINY, rngs=nnx.Rngs(0)))
+    decoder = Decoder(TINY, rngs=nnx.Rngs(0))
+    monkeypatch.setattr(byte_model.checkpoint, "load", lambda *_, **__: decoder)
     # Examples in docstrings may have registered others.
     own = tuple(name for name in compression.token_scorers.names if name != "longest values")
     monkeypatch.setattr(compression, "token_scorers", types.SimpleNamespace(names=own))
@@ -50,8 +52,6 @@ def test_a_study_of_a_tiny_model(monkeypatch, tmp_path, capsys):
         if record["scorer"] != compression.PYRAMID:
             assert record["blocks"] == [2 * -(-round(96 * record["share"]) // 16)] * 2
     windows = compression.quality.held_out_windows(2, 2000, 96 + 16 + 1)
-    study = compression.Study(
-        Decoder(TINY, rngs=nnx.Rngs(0)), windows[:, :96], windows[:, 96:-1], windows[:, 97:]
-    )
+    study = compression.Study(decoder, windows[:, :96], windows[:, 96:-1], windows[:, 97:])
     same = study.bits(study.compressed("snapkv", 1.0), "all")
     np.testing.assert_array_equal(same, study.bits(study.cache, "all"))

@@ -13,10 +13,9 @@ from flax import nnx
 import kvcache_jax as kv
 from experiments.common.command import InputError
 from experiments.serve import __main__ as command
-from experiments.serve import compare, interference, program, report, workload
+from experiments.serve import compare, interference, report, sides, workload
 from experiments.serve.compare import bars_of
 from experiments.serve.interference import DISTURBED, IDLE
-from experiments.serve.machines import LLAMA, MACHINES, Machine, ModelSizes, SimulatedClock
 from experiments.serve.server import Server
 from experiments.serve.sides import (
     CONTINUOUS,
@@ -29,6 +28,7 @@ from experiments.serve.sides import (
     make_server,
     table_of,
 )
+from experiments.serve.simulate import LLAMA, MACHINES, Machine, ModelSizes, SimulatedClock
 from experiments.serve.workload import Answer, Job
 from models.decoder import Decoder, DecoderConfig
 
@@ -393,11 +393,11 @@ def test_a_machine_that_is_only_named_serves_all(monkeypatch, capsys):
 @pytest.mark.slow
 def test_a_program_is_compiled_anew_and_then_is_the_only_one():
     engine = Sizes(3, 32, steps_per_dispatch=2).engine(look_up, table_of(VOCAB), LAYERS, False)
-    with program.counted() as programs:
-        cost = program.program_cost(engine)
+    with sides.counted() as programs:
+        cost = sides.program_cost(engine)
     assert len(programs) == 1 and cost["pool_bytes"] == kv.memory_bytes(engine.config)
     assert cost["compile_s"] > 0.1 and cost["temporary_bytes"] > 0
-    assert program.warm_up(engine) <= 1 and program.warm_up(engine) == 0
+    assert sides.warm_up(engine) <= 1 and sides.warm_up(engine) == 0
 
 
 @pytest.fixture

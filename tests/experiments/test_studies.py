@@ -40,7 +40,14 @@ def refusal(capsys, monkeypatch, tmp_path):
         ("decode_speed", {"windows": (4, 4)}, "has windows, which the dense cache beside it does not have"),
         *(
             (name, {"vocab_size": 99}, "has 99 tokens, expected one per byte")
-            for name in ("quantised", "streaming", "evaluate", "learned_prefix", "prefix_prompts")
+            for name in (
+                "compression",
+                "quantised",
+                "streaming",
+                "evaluate",
+                "learned_prefix",
+                "prefix_prompts",
+            )
         ),
     ],
 )
@@ -58,7 +65,7 @@ def test_a_model_that_does_not_fit_is_one_sentence(refusal, monkeypatch, name, c
         *(
             (name, ["--checkpoint", "/nowhere"], "/nowhere")
             for name in (
-                *("quantised", "streaming", "evaluate", "learned_prefix", "prefix_prompts"),
+                *("compression", "quantised", "streaming", "evaluate", "learned_prefix", "prefix_prompts"),
                 *("decode_speed", "decode", "serve"),
             )
         ),

@@ -12,6 +12,8 @@ import kvcache_jax as kv
 from kvcache_jax.inspect.block_map import block_map, draw_block_map
 from kvcache_jax.inspect.block_view import row_rgb
 from tests.inspect.block_map_reader import ANSI, read_groups, recount
+from tests.support.random_script import Driver
+from tests.support.script_configs import grouped_config
 
 matplotlib = pytest.importorskip("matplotlib")
 matplotlib.use("Agg")
@@ -98,39 +100,18 @@ def test_a_row_without_a_block_and_a_row_of_one_token():
 
 @pytest.mark.slow
 def test_random_scripts_over_several_groups():
-    """A full and a window group of different block sizes; the text is recounted after every step."""
-    window = kv.SlidingWindow(1, 8, window=5, num_sink_tokens=3, max_rollback=2, block_size=2, num_blocks=40)
-    config = small_config([kv.FullAttention(1, 8), window], num_blocks=24, max_seqs=5)
-    cache = kv.init(config, storage=False)
-    rng = np.random.default_rng(0)
-    seen = ""
-
-    def pick(rows):  # two of the rows; 5 is skipped
-        return (rng.permutation(rows).tolist() + [5, 5])[:2]
-
-    for step in range(80):
-        active, idle = np.flatnonzero(cache.is_active), np.flatnonzero(~cache.is_active)
-        match step % 8:
-            case 0:
-                cache, _ = kv.allocate(cache, pick(idle), rng.integers(0, 20, 2))
-            case 2:
-                cache, _ = kv.fork(cache, pick(active)[:1] * 2, pick(idle))
-            case 5:
-                rows = pick(active)
-                lengths = [int(cache.context_len[row]) if row < 5 else 0 for row in rows]
-                cache, _ = kv.truncate(cache, rows, np.maximum(lengths - rng.integers(0, 3, 2), 0))
-            case 7:
-                cache, _ = kv.free(cache, pick(active))
-            case _:
-                cache, _ = kv.extend(cache, rng.integers(0, 9, 5), max_new=8)
-        seen += check(cache)
+    """A full and two window groups of different block sizes; the text is recounted after every operation."""
+    driver, seen = Driver(grouped_config(), seed=0), ""
+    for _ in range(80):
+        driver.step()
+        seen += check(driver.cache)
     for mark in (
         "~0 ",
         "#2",
         "#3",
         r"\[.*\(\d gone\).* \]",
         r"\[ \]",
-        r"Window\(5(, \w+ \d)*\) x 1 layer,",
+        r"Window\(6(, \w+ \d)*\) x 2 layers,",
     ):
         assert re.search(mark, seen), f"the script never showed {mark!r}"
 

@@ -5,8 +5,9 @@ import pathlib
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 LINES = {"=": "= its name", "@": "@ its file", "-": "- old text", "+": "+ new text", "!": "! its test"}
-# Which lines may follow a line; "" is the blank line before a mutation and the one after it.
-NEXT = {"": "=", "=": "@", "@": "-", "-": "-+!", "+": "+!", "!": ""}
+# Which lines may follow a line; "" is the blank line before a mutation.
+NEXT = {"": "=", "=": "@-", "@": "-", "-": "-+!", "+": "+!", "!": ""}
+LAST = "-+!"  # lines that a mutation may end with
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,12 +37,16 @@ def parse(text: str, source: str) -> list[Mutation]:
     Raises:
       ValueError: A line is not of the format, or old and new text are equal.
     """
-    mutations, last, parts, start = [], "", {}, ""
+    mutations, last, parts, start, kept = [], "", {}, "", {}
     for number, line in enumerate([*text.split("\n"), ""], start=1):
         where, mark = f"{source}:{number}", line[:1]
         if mark == "#" or not (line or last):
             continue
-        if not line and last == "!":
+        if not line and last in LAST:
+            kept |= {mark: parts[mark] for mark in "@!" if mark in parts}
+            if missing := [LINES[mark] for mark in "@!" if mark not in kept]:
+                raise ValueError(f"{start}: got a first mutation without {missing[0]!r}, expected it")
+            parts = kept | parts
             mutation = Mutation(*("\n".join(parts.get(mark, [""])) for mark in LINES), start)
             if mutation.old == mutation.new:
                 raise ValueError(f"{start}: got the same old and new text, expected a change")

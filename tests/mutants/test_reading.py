@@ -24,9 +24,12 @@ TEXT = """# Comments are left out.
 
 
 = left out
-@ a/b.py
+@ a/c.py
 - = x
 ! tests/test_b.py::test_d
+
+= of the same file and test
+- = z
 """
 FIRST = Mutation(
     name="spaces, and lines that are empty",
@@ -36,26 +39,32 @@ FIRST = Mutation(
     test="tests/test_b.py::test_c[two words]",
     where="b.txt:3",
 )
-SECOND = Mutation("left out", "a/b.py", "= x", "", "tests/test_b.py::test_d", "b.txt:15")
+SECOND = Mutation("left out", "a/c.py", "= x", "", "tests/test_b.py::test_d", "b.txt:15")
+THIRD = dataclasses.replace(SECOND, name="of the same file and test", old="= z", where="b.txt:20")
 
 
 def test_every_space_of_a_text_counts():
-    assert parse(TEXT, "b.txt") == parse(TEXT.rstrip("\n"), "b.txt") == [FIRST, SECOND]
+    assert parse(TEXT, "b.txt") == parse(TEXT.rstrip("\n"), "b.txt") == [FIRST, SECOND, THIRD]
     assert parse("# none\n", "b.txt") == parse("", "b.txt") == []
 
 
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
     [
-        ("= left out\n", "", "15: got '@ a/b.py', expected '= its name'"),
+        ("= left out\n", "", "15: got '@ a/c.py', expected '= its name'"),
         ("= left out", "=", "15: got '=', expected '= its name'"),
-        ("= left out\n@ a/b.py", "= left out", "16: got '- = x', expected '@ its file'"),
+        ("empty\n@ a/b.py", "empty", "3: got a first mutation without '@ its file', expected it"),
+        (
+            "left out\n@ a/c.py\n- = x",
+            "left out",
+            "16: got '! tests/test_b.py::test_d', expected '@ its file' or",
+        ),
         ("- = x\n", "", "17: got '! tests/test_b.py::test_d', expected '- old text'"),
         ("- = x", "-= x", "17: got '-= x', expected '- old text'"),
         ("- = x", "= x", "17: got '= x', expected '- old text'"),
         ("- = x", "- = x\n+ y\n- z", "19: got '- z', expected '+ new text' or '! its test'"),
-        ("- = x", "- = x\n", "18: got a blank line, expected '- old text' or '+ new text' or '! its test'"),
-        ("! tests/test_b.py::test_d\n", "", "18: got a blank line, expected '- old text' or"),
+        ("- = x", "- = x\n", "19: got '! tests/test_b.py::test_d', expected '= its name'"),
+        ("! tests/test_b.py::test_c[two words]\n", "", "3: got a first mutation without '! its test'"),
         ("test_d\n", "test_d\n! tests\n", "19: got '! tests', expected a blank line"),
         ("- = x", "- = x ", "17: got '- = x ', which ends in a space, expected '\\' after it or no space"),
         ("- = x", "- = x\n+ = x", "15: got the same old and new text, expected a change"),
@@ -75,10 +84,10 @@ def test_what_the_readme_shows_can_be_read():
 
 def test_a_text_that_does_not_occur_once_is_stale(tmp_path):
     (tmp_path / "a").mkdir()
-    assert why_stale(tmp_path, SECOND) == "STALE     b.txt:15 left out: there is no a/b.py"
+    assert why_stale(tmp_path, SECOND) == "STALE     b.txt:15 left out: there is no a/c.py"
     for text, count in (("x = = y", 0), ("= x = x", 2)):
-        (tmp_path / "a" / "b.py").write_text(text)
-        why = f"STALE     b.txt:15 left out: its text occurs {count} times in a/b.py, expected once"
+        (tmp_path / "a" / "c.py").write_text(text)
+        why = f"STALE     b.txt:15 left out: its text occurs {count} times in a/c.py, expected once"
         assert why_stale(tmp_path, SECOND) == why
     assert why_stale(tmp_path, dataclasses.replace(SECOND, old="= x = x")) is None
 

@@ -16,10 +16,8 @@ from tests.support import helpers
 from tests.support.helpers import (
     TokenDriver,
     append,
-    assert_invariants,
     assert_same,
     leaf_bytes,
-    num_copies,
     num_free,
     num_used,
     statuses,
@@ -76,96 +74,6 @@ def test_case_b_blocks_used_by_lengths():
         driver.check()
         driver.free(*rows)
         assert num_free(driver.cache) == NUM_BLOCKS
-
-
-def test_case_c_failed_operations_change_nothing():
-    driver = start_with(10)
-    empty = leaf_bytes(driver.cache)
-    assert driver.allocate({1: 200}) == {1: Status.OUT_OF_BLOCKS}  # 13 blocks
-    assert_same(empty, leaf_bytes(driver.cache))
-    driver.start(1, 37)
-    driver.check()
-    before = leaf_bytes(driver.cache)
-    for call, expected in (
-        (lambda c: kv.allocate(c, [0], [200]), Status.OUT_OF_BLOCKS),
-        (lambda c: kv.allocate(c, [0], [8 * 16]), Status.OUT_OF_BLOCKS),  # 8 blocks, 7 are free
-        (lambda c: kv.allocate(c, [1], [5]), Status.SEQ_IN_USE),
-        (lambda c: kv.free(c, [0]), Status.SEQ_NOT_ACTIVE),
-        (lambda c: kv.allocate(c, [-1], [5]), Status.BAD_SEQ_ID),
-        (lambda c: kv.allocate(c, [MAX_SEQS + 1], [5]), Status.BAD_SEQ_ID),
-        (lambda c: kv.free(c, [-1]), Status.BAD_SEQ_ID),
-        (lambda c: kv.free(c, [MAX_SEQS + 1]), Status.BAD_SEQ_ID),
-        (lambda c: kv.free(c, [MAX_SEQS]), Status.SKIPPED),
-    ):
-        cache, result = call(driver.cache)
-        assert statuses(getattr(result, "status", result)) == [expected]
-        assert_same(before, leaf_bytes(cache))
-    assert driver.allocate({0: 7 * 16}) == {0: Status.OK}
-    assert num_free(driver.cache) == 0
-    driver.check()
-
-
-def test_case_d_full_pool_at_a_block_boundary():
-    driver = start_with(5)
-    for seq_id, length in ((4, 16), (0, 16), (2, 15), (5, 16), (1, 16)):
-        driver.start(seq_id, length)
-    assert num_free(driver.cache) == 0
-    driver.check()
-    copies = num_copies(driver.cache)
-    with driver.unchanged(0, 1, 4, 5):
-        found = driver.append({seq_id: 1 for seq_id in (0, 1, 2, 4, 5)})
-    assert found == {2: Status.OK, **dict.fromkeys((0, 1, 4, 5), Status.OUT_OF_BLOCKS)}
-    assert num_copies(driver.cache) == copies and len(table(driver.cache, 2)) == 1
-    driver.check()
-
-    driver.free(4)
-    driver.check()
-    found = driver.append({seq_id: 1 for seq_id in (0, 1, 5)})
-    assert found == {0: Status.OK, 1: Status.OUT_OF_BLOCKS, 5: Status.OUT_OF_BLOCKS}  # the first in row order
-    assert num_free(driver.cache) == 0
-    driver.check()
-
-
-@pytest.mark.slow
-def test_case_e_nothing_to_do_and_block_boundaries():
-    driver = TokenDriver(CONFIG)
-    zeros = np.zeros(MAX_SEQS, np.int32)
-    empty = leaf_bytes(driver.cache)
-    for num_new, expected in ((zeros, Status.OK), (zeros + 3, Status.SEQ_NOT_ACTIVE)):
-        cache, step = kv.extend(driver.cache, num_new, max_new=16)
-        assert statuses(step.status) == [expected] * MAX_SEQS
-        assert np.asarray(step.query_len).tolist() == [0] * MAX_SEQS
-        assert (np.asarray(step.slots[0]) == NUM_BLOCKS * 16).all()
-        assert_same(empty, leaf_bytes(cache))
-    driver.start(3, 31)
-    driver.start(8, 17)
-    driver.start(5, 32)
-    driver.check()
-    before = leaf_bytes(driver.cache)
-    cache, step = driver.append_call({})
-    assert statuses(step.status) == [Status.OK] * MAX_SEQS
-    assert_same(before, leaf_bytes(cache))
-
-    # First 32 -> 33 takes a block, 31 -> 32 and 17 -> 18 none; then 32 -> 33 again, of row 3; then nobody.
-    for crossing in ({5}, {3}, set()):
-        tables = {seq_id: table(driver.cache, seq_id) for seq_id in (3, 5, 8)}
-        taken = set(itertools.chain(*tables.values()))
-        free = num_free(driver.cache)
-        assert set(driver.append({3: 1, 5: 1, 8: 1}).values()) == {Status.OK}
-        assert num_free(driver.cache) == free - len(crossing)
-        for seq_id, old in tables.items():
-            new = table(driver.cache, seq_id)
-            assert new[: len(old)] == old
-            assert len(new) == len(old) + (seq_id in crossing)
-            assert not set(new[len(old) :]) & taken
-        driver.check()
-    # All rows cross in one call: as many blocks, all different.
-    assert set(driver.append({3: 14, 5: 13, 8: 12}).values()) == {Status.OK}  # to 47, 47, 32
-    assert set(driver.append({3: 2, 5: 2, 8: 2}).values()) == {Status.OK}
-    tables = [table(driver.cache, seq_id) for seq_id in (3, 5, 8)]
-    assert [len(blocks) for blocks in tables] == [4, 4, 3]
-    assert len(set(itertools.chain(*tables))) == 11 == num_used(driver.cache)
-    driver.check()
 
 
 def test_case_f_release_leaves_others_alone():
@@ -247,82 +155,4 @@ def test_case_h_row_at_max_seq_len(max_seq_len):
     driver.check()
     driver.free(1)
     assert driver.allocate({1: max_seq_len + 1}) == {1: Status.TOO_LONG}
-    driver.check()
-
-
-@pytest.mark.slow
-def test_case_n_truncate():
-    driver = TokenDriver(tiny_config(**helpers.ROOMY))
-    driver.start(1, 12)
-    assert num_used(driver.cache) == 3
-    assert driver.truncate([1], [8]) == [Status.OK]
-    assert num_used(driver.cache) == 2
-    driver.check()
-    # Into a shared block: the other owner keeps it, and the next write here copies.
-    assert driver.fork([1], [2]) == [Status.OK]
-    assert driver.truncate([1], [6]) == [Status.OK]
-    assert num_used(driver.cache) == 2 and len(driver.texts[2]) == 8
-    driver.check()
-    copies = num_copies(driver.cache)
-    with driver.unchanged(2):
-        assert driver.append({1: 1}) == {1: Status.OK}
-    assert num_copies(driver.cache) == copies + 1 and num_used(driver.cache) == 3
-    driver.check()
-    # At a block boundary nothing needs copying; a row of zero tokens stays active; reserved blocks go too.
-    assert driver.truncate([2], [4]) == [Status.OK]
-    assert driver.append({2: 1}) == {2: Status.OK}
-    assert num_copies(driver.cache) == copies + 1
-    driver.check()
-    assert driver.truncate([1, 2], [0, 5]) == [Status.OK] * 2
-    assert num_used(driver.cache) == 2 and table(driver.cache, 1) == []
-    driver.check()
-    assert driver.allocate({0: 20}) == {0: Status.OK}
-    assert driver.append({0: 6}) == {0: Status.OK}
-    assert num_used(driver.cache) == 2 + 5
-    assert driver.truncate([0], [6]) == [Status.OK]
-    assert num_used(driver.cache) == 2 + 2
-    driver.check()
-
-
-def test_case_bb_repeats_empty_prompts_and_duplicates():
-    driver = TokenDriver(CONFIG)
-    text = driver.start(3, 16)
-    driver.start(0, list(text))  # an exact repeat: hit 0 (`TokenDriver.allocate` checks num_cached)
-    assert num_used(driver.cache) == 2
-    driver.check()
-    used = num_used(driver.cache)
-    assert driver.allocate({5: 0}) == {5: Status.OK}
-    assert num_used(driver.cache) == used and bool(driver.cache.is_active[5]) and table(driver.cache, 5) == []
-    driver.check()
-    assert driver.append({5: 3}) == {5: Status.OK}
-    driver.check()
-    # Duplicate ids in one call: the first wins, also when it failed.
-    before = leaf_bytes(driver.cache)
-    cache, admission = kv.allocate(driver.cache, [7, 7, MAX_SEQS], [MAX_LEN + 1, 5, 0])
-    assert statuses(admission.status) == [Status.TOO_LONG, Status.DUPLICATE_SEQ_ID, Status.SKIPPED]
-    assert_same(before, leaf_bytes(cache))
-    driver.cache, admission = kv.allocate(driver.cache, [7, 7, 8], [20, 40, 1])
-    assert statuses(admission.status) == [Status.OK, Status.DUPLICATE_SEQ_ID, Status.OK]
-    driver.texts |= {7: [], 8: []}
-    assert len(table(driver.cache, 7)) == 2 and num_used(driver.cache) == used + 1 + 2 + 1
-    assert driver.append({7: 20, 8: 1}) == {7: Status.OK, 8: Status.OK}
-    driver.check()
-    cache, step = kv.extend(driver.cache, [2, 3, 1], max_new=16, seq_ids=[7, 7, 8])
-    assert statuses(step.status) == [Status.OK, Status.DUPLICATE_SEQ_ID, Status.OK]
-    assert np.asarray(cache.context_len)[[7, 8]].tolist() == [22, 2]
-    for call, name, value in (
-        (lambda c: kv.free(c, [0, 0]), "is_active", False),
-        (lambda c: kv.truncate(c, [0, 0], [9, 4]), "context_len", 9),
-        (lambda c: kv.touch(c, [0, 0]), "clock", int(driver.cache.control.clock) + 1),
-        (lambda c: kv.set_priority(c, [0, 0], [3, 4]), "priority", 3),
-    ):
-        cache, status = call(driver.cache)
-        assert statuses(status) == [Status.OK, Status.DUPLICATE_SEQ_ID], name
-        assert np.ravel(getattr(cache.control, name))[0] == value
-        assert_invariants(cache)
-    # Giving up a row whose blocks are all shared frees nothing.
-    driver.fork([7], [9])
-    free = num_free(driver.cache)
-    assert driver.free(7) == [Status.OK]
-    assert num_free(driver.cache) == free
     driver.check()

@@ -1,7 +1,5 @@
 """Uses of chunks and their eviction, against a store in plain Python."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -182,18 +180,3 @@ def test_a_block_of_two_chunks_is_free_once_both_are_gone():
     cache, num_evicted = evict(kept.cache, 0, num_blocks=before + 2, keep=np.array([2, NUM_CHUNKS]))
     assert int(num_evicted) == 2 and int(cache.control.block_pools[0].num_free) == before + 2
     assert_invariants(cache)
-
-
-def test_eviction_copies_no_pool_and_no_array_of_blocks():
-    def step(cache):
-        rows, names = jnp.arange(ENTRIES), jnp.zeros((ENTRIES, MAX_CHUNK), jnp.int32)
-        cache, _ = kv.chunks.store(cache, rows, rows, rows + 3, names)
-        ids = kv.chunks.find(cache, names, rows + 3)
-        cache, _ = kv.chunks.compose(cache, rows, ids[:, None], ids[:, None] + 20, rotate=None)
-        return kv.chunks.evict(cache, 4, num_blocks=50, keep=ids)
-
-    config = dataclasses.replace(CONFIG, num_blocks=100_000)
-    cache = jax.eval_shape(lambda: kv.init(config))
-    memory = kv.donate(step).lower(cache).compile().memory_analysis()
-    beside = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-    assert beside < config.num_blocks  # a byte per block

@@ -8,13 +8,13 @@ import pytest
 
 import kvcache_jax as kv
 from kvcache_jax import Status
+from kvcache_jax.testing import poison
 from tests.support.helpers import (
     assert_invariants,
     assert_same,
     leaf_bytes,
     num_copies,
     num_free,
-    poison,
     statuses,
 )
 from tests.support.row_calls import (

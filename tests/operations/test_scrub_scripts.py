@@ -26,8 +26,8 @@ def test_case_ff_what_another_namespace_owns_is_not_read():
         if i % 5 == 0:
             script.cache = with_nan(script.cache, owned_slots(script.cache, NAMESPACES[0]))
             script.check("NaN elsewhere")
-    num_evictions = int(kv.stats(script.cache).num_evictions)
-    assert script.num_hits > 20 and num_evictions > 5, (script.num_hits, num_evictions)
+    found = script.totals()
+    assert found["hits"] > 20 and found["evictions"] > 5, found
 
 
 def residue(cache, script, space):
@@ -74,7 +74,7 @@ def test_scrubbing_a_namespace_leaves_nothing_of_it_and_all_of_the_other():
         assert [num_cached(script.cache, text, NAMESPACES[space]) for text in prompts] == [0] * 4
         assert [num_cached(script.cache, text, NAMESPACES[1 - space]) for text in prompts] == found
     assert num_before > 500 and num_beside > 5, (num_before, num_beside)
-    assert script.num_hits > 15, script.num_hits
+    assert script.counts["hits"] > 15, script.counts
 
 
 def free_blocks(cache):

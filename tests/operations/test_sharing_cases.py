@@ -13,9 +13,6 @@ import kvcache_jax as kv
 from kvcache_jax import Status
 from tests.support.helpers import (
     TokenDriver,
-    assert_invariants,
-    assert_same,
-    leaf_bytes,
     num_copies,
     num_free,
     num_used,
@@ -105,36 +102,6 @@ def test_case_k_three_branches_of_one_row():
         driver.check()
 
 
-def test_case_l_fork_into_an_active_row_and_chains():
-    driver = TokenDriver(CONFIG)
-    driver.start(0, 21)
-    chain = list(range(10)), list(range(1, 11))
-    assert driver.fork(*chain) == [Status.OK] + [Status.SEQ_NOT_ACTIVE] * 9  # none sees what the call starts
-    driver.check()
-    assert driver.free(1) == [Status.OK]
-    driver.start(4, 40)
-    driver.check()
-    before = leaf_bytes(driver.cache)
-    for source, target in ((0, 4), (4, 0), (0, 0)):
-        assert driver.fork([source], [target]) == [Status.SEQ_IN_USE]
-        assert_same(before, leaf_bytes(driver.cache))
-    driver.free(0, 4)
-    assert num_free(driver.cache) == NUM_BLOCKS
-    for order in (range(11), range(10, -1, -1), (5, 0, 10, 3, 7, 1, 9, 2, 8, 4, 6)):
-        driver.start(0, 21)
-        for source, target in zip(*chain, strict=True):
-            assert driver.fork([source], [target]) == [Status.OK]
-        assert num_used(driver.cache) == 2
-        assert driver.append({3: 1, 8: 12, 10: 4}) == dict.fromkeys((3, 8, 10), Status.OK)
-        driver.check()
-        for seq_id in order:
-            assert driver.free(seq_id) == [Status.OK]
-            assert_invariants(driver.cache)
-            if seq_id in (1, 7):
-                driver.check()
-        assert num_free(driver.cache) == NUM_BLOCKS
-
-
 def test_case_m_reorder_with_duplicates():
     driver = TokenDriver(CONFIG)
     for seq_id, length in ((0, 19), (1, 35), (2, 37), (3, 50)):
@@ -160,24 +127,6 @@ def test_case_m_reorder_with_duplicates():
     driver.check()
     driver.free(0, 1, 2, 3)
     assert num_free(driver.cache) == NUM_BLOCKS
-
-
-def test_case_dd_truncate_into_an_own_block_writes_in_place():
-    driver = TokenDriver(CONFIG)
-    driver.start(6, 45)
-    driver.check()
-    blocks, copies = table(driver.cache, 6), num_copies(driver.cache)
-    assert driver.truncate([6], [41]) == [Status.OK]
-    assert driver.append({6: 2}) == {6: Status.OK}
-    assert table(driver.cache, 6) == blocks and num_copies(driver.cache) == copies
-    driver.check()
-    # Also when the block was shared for a while.
-    driver.fork([6], [2])
-    driver.free(6)
-    assert driver.truncate([2], [34]) == [Status.OK]
-    assert driver.append({2: 5}) == {2: Status.OK}
-    assert table(driver.cache, 2) == blocks and num_copies(driver.cache) == copies
-    driver.check()
 
 
 @pytest.mark.parametrize("num_owners", [3, 4])

@@ -11,8 +11,6 @@ import pytest
 import kvcache_jax as kv
 from kvcache_jax import testing
 from kvcache_jax.core.config import config_from_json, config_to_json
-from tests.oracle.comparison import check_against_oracle
-from tests.oracle.oracle import Oracle
 from tests.support.helpers import assert_invariants, assert_same, leaf_bytes, num_copies, statuses
 
 OK, ROWS, WIDTH, MOST = kv.Status.OK, 4, 14, 11
@@ -220,39 +218,6 @@ def test_every_query_sees_the_whole_source_padded_and_packed():
             np.testing.assert_allclose(got_lse, want_lse, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow
-def test_random_scripts_against_the_oracle():
-    rng = np.random.default_rng(11)
-    cache, oracle = kv.init(CONFIG), Oracle(CONFIG)
-    k, v = source_arrays(3, width=12)
-    for _ in range(120):
-        name = rng.choice(["allocate", "write_source", "extend", "fork", "reorder", "truncate", "free"])
-        ids, lengths = rng.integers(0, ROWS + 2, 3).tolist(), rng.integers(-1, 13, 3).tolist()
-        others = rng.integers(0, ROWS + 1, 3).tolist()
-        if name == "allocate":
-            cache, admission = kv.allocate(cache, ids, lengths)
-            status, want = admission.status, oracle.allocate(ids, lengths)
-        elif name == "write_source":
-            cache, status = kv.write_source(cache, ids, k, v, lengths)
-            want = oracle.write_source(ids, lengths)
-        elif name == "extend":
-            num_new = rng.integers(0, 5, 3).tolist()
-            cache, step = kv.extend(cache, num_new, max_new=4, seq_ids=ids)
-            status, want = step.status, oracle.extend(ids, [[7] * n for n in num_new])
-        elif name in ("fork", "reorder"):
-            cache, status = getattr(kv, name)(cache, ids, others)
-            want = getattr(oracle, name)(ids, others)
-        elif name == "truncate":
-            cache, status = kv.truncate(cache, ids, lengths)
-            want = oracle.truncate(ids, lengths)
-        else:
-            cache, status = kv.free(cache, ids[:1])
-            want = oracle.free(ids[:1])
-        assert statuses(status) == want, name
-        assert check_against_oracle(cache, oracle) == [], name
-        assert_invariants(cache)
-
-
 def test_invariants_know_sources():
     cache, _, _ = store(started(), [0], [9])
 
@@ -271,26 +236,6 @@ def test_invariants_know_sources():
     assert any(
         "blocks of a source of 2 tokens" in what for what in violations(source_len=jnp.array([2, 0, 0, 0]))
     )
-
-
-@pytest.mark.slow
-def test_a_donated_step_copies_no_pool_of_sources():
-    def step(cache, seq_ids, k, v, lengths, num_new, q):
-        cache, _ = kv.write_source(cache, seq_ids, k, v, lengths)
-        cache, step = kv.extend(cache, num_new, max_new=1)
-        for layer in CONFIG.source_layers[::2]:
-            cache, _ = kv.attend(cache, layer, q, step)
-        return cache, step.status
-
-    def temporary_bytes(num_blocks):
-        cache = kv.init(dataclasses.replace(CONFIG, num_blocks=num_blocks))
-        k, v = source_arrays(ROWS)
-        rows, ones = np.arange(ROWS), np.ones(ROWS, np.int32)
-        arguments = cache, rows, k, v, ones, ones, np.ones((ROWS, 1, 2, 3), np.float32)
-        return kv.donate(step).lower(*arguments).compile().memory_analysis().temp_size_in_bytes
-
-    small, large = (kv.memory_bytes(dataclasses.replace(CONFIG, num_blocks=n)) for n in (2048, 16384))
-    assert temporary_bytes(16384) - temporary_bytes(2048) < 0.01 * (large - small)
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,13 @@ import pytest
 
 import kvcache_jax as kv
 from kvcache_jax import Status
+from kvcache_jax.testing import poison
 from tests.support.attention_driver import AttentionDriver
 from tests.support.helpers import (
     assert_invariants,
     assert_same,
     leaf_bytes,
     num_free,
-    poison,
     statuses,
     table,
 )

@@ -12,68 +12,17 @@ from kvcache_jax.core.eviction_policy import eviction_keys, policies
 from kvcache_jax.prefix import victim_heap
 from tests.oracle.blocks import EVICTION_KEYS, OracleBlock
 from tests.support.prefix_script import (
+    MIXED,
     NAMESPACES,
     PROMPT_WIDTH,
-    WIDTH,
-    PrefixDriver,
     allocate,
     commit,
-    prefix_config,
-    random_prefix_operation,
+    mixed_policy,
+    policy_config,
 )
-from tests.support.random_script import ENTRIES, ROWS, append_some, padded
+from tests.support.random_script import ENTRIES, ROWS, WIDTH, append_some, padded
 
 LAYERS = [kv.FullAttention(1, 5)]
-
-
-@kv.policies.eviction_policy(
-    "test: used, not deep, not idle", needs=["num_hits", "depth", "idle", "age", "priority"]
-)
-def mixed_policy(blocks):
-    """Every field of the metadata matters."""
-    used = jnp.minimum(blocks.num_hits, 3) * 8 - blocks.depth * 4 + blocks.priority
-    return used - blocks.idle // 4 - blocks.age // 16
-
-
-def mixed_key(block, clock):
-    used = min(block.num_hits, 3) * 8 - block.depth * 4 + block.priority
-    return used - (clock - block.last_used_at) // 4 - (clock - block.published_at) // 16
-
-
-@kv.policies.eviction_policy("test: all alike")
-def all_alike(blocks):
-    return jnp.zeros_like(blocks.recency)
-
-
-MIXED, ALIKE = "test: used, not deep, not idle", "test: all alike"
-KEYS = {**EVICTION_KEYS, MIXED: mixed_key, ALIKE: EVICTION_KEYS["lru"]}
-
-
-class PolicyDriver(PrefixDriver):
-    """How tokens are laid out, which test_prefix_scripts.py varies, is nothing to a policy."""
-
-    left_out = ("allocate", "extend_some", "extend_packed", "rewrite")
-
-    def apply(self, name, *args):
-        if (name, args[:1]) != ("commit", (None,)):  # nor whether rows are named
-            super().apply(name, *args)
-
-
-def script_config(policy, batch):
-    return prefix_config(num_blocks=19, eviction_policy=policy, eviction_batch=batch)
-
-
-# Scripts of lru, which ALIKE must equal, are in test_prefix_scripts.py; MIXED keeps all that others do.
-@pytest.mark.slow
-@pytest.mark.parametrize(("policy", "batch"), [(ALIKE, 1), ("lfu", 3), (MIXED, 4)])
-def test_a_random_script(policy, batch):
-    """The contents that stay are those that the oracle keeps, after every operation."""
-    rng = np.random.default_rng(5)
-    driver = PolicyDriver(script_config(policy, batch), KEYS[policy])
-    for _ in range(800):
-        driver.apply(*random_prefix_operation(rng, driver))
-    assert driver.num_hits > 20 and driver.oracle.num_evictions > 20
-    assert driver.oracle.num_adoptions > 10
 
 
 @pytest.mark.parametrize("policy", [name for name in EVICTION_KEYS if name != "lru"])
@@ -208,7 +157,7 @@ AA, BB, CC = A + A, B + B, C + C  # a block of those scripts each
     ],
 )
 def test_the_least_used_block_goes(policy, batch, prompts, gone):
-    cache = serve_in_steps(kv.init(script_config(policy, batch)), prompts)
+    cache = serve_in_steps(kv.init(policy_config(policy, batch)), prompts)
     check_that_it_goes(cache, [AA, BB, CC], [prompt[:4] for prompt in prompts], gone)
 
 

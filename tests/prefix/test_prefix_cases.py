@@ -58,19 +58,6 @@ def test_case_o_the_full_blocks_of_a_prompt_are_published_and_its_tail_is_not():
 
 
 @pytest.mark.slow
-def test_case_p_the_last_token_is_always_recomputed():
-    user = PrefixUser(CONFIG)
-    text = user.new_text(1, 8)
-    assert user.start(0, text) == 0
-    user.free(0)
-    assert user.start(0, text) == 4
-    assert user.admit(1, text + user.new_text(2, 4)) == 8
-    assert user.admit(2, text[:1]) == 0
-    # What the row computed again is not kept twice.
-    assert user.stats().num_blocks_published == 2
-
-
-@pytest.mark.slow
 def test_case_q_a_hit_is_never_evicted_underneath_itself():
     user = two_blocks_left()
     older, newer, other = (user.new_text(i, 16) for i in (1, 2, 3))
@@ -198,37 +185,6 @@ def test_case_v_of_two_equal_computations_one_copy_remains(together):
     assert user.stats().num_blocks_cached == 3 and user.num_used() == 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("one_by_one", [True, False])
-def test_case_w_three_rows_that_share_fifty_tokens(one_by_one):
-    user = PrefixUser(dataclasses.replace(CONFIG, block_size=10, max_seq_len=100))
-    shared = user.new_text(1, 50)
-    texts = {row: shared + user.new_text(2 + row, 10) for row in range(3)}
-    if one_by_one:
-        assert [user.start(row, text) for row, text in texts.items()] == [0, 50, 50]
-    else:
-        user.allocate(texts)
-        user.fill(*texts)
-        assert user.num_used() == 18
-        user.commit(*texts)
-    assert user.num_used() == 8
-    user.free(*texts)
-    user.cache, num_dropped = kv.reset_prefix_cache(user.cache)
-    assert int(num_dropped) == 8
-    assert user.num_used() == 0 and user.stats().num_blocks_free == 24
-    user.check()
-
-
-def test_case_x_a_block_that_differs_in_one_token_is_not_shared():
-    user = PrefixUser(BLOCKS_OF_16)
-    shared = user.new_text(1, 105)
-    first, second = (shared + user.new_text(i, 95) for i in (2, 3))
-    assert user.start(0, first) == 0
-    assert user.start(1, second) == 96
-    assert len(set(table(user.cache, 0)) & set(table(user.cache, 1))) == 6
-    assert user.num_used() == 13 + 7
-
-
 def test_case_y_reset_keeps_the_blocks_of_active_rows():
     user = PrefixUser(BLOCKS_OF_16)
     text, other = user.new_text(1, 55), user.new_text(2, 40)
@@ -275,37 +231,6 @@ def test_case_z_without_prefix_caching_the_same_blocks_are_counted():
     assert int(kv.evict(off.cache, 5)[1]) == 0 and int(kv.reset_prefix_cache(off.cache)[1]) == 0
 
 
-def test_case_bb_an_exact_repeat_of_one_block_is_computed_again():
-    user = PrefixUser(BLOCKS_OF_16)
-    text = user.new_text(1, 16)
-    assert user.start(0, text) == 0
-    assert user.admit(1, text) == 0
-    assert user.admit(2, [*text, 7]) == 16
-    user.fill(1)
-    user.commit(1)
-    assert table(user.cache, 0) == table(user.cache, 1)
-
-
-@pytest.mark.slow
-def test_case_bb_empty_prompts_and_duplicate_ids():
-    user = PrefixUser(BLOCKS_OF_16)
-    assert user.admit(0, []) == 0
-    assert bool(user.cache.is_active[0]) and user.num_used() == 0
-    text = user.new_text(1, 20)
-    tokens = user.prompts([text] * 5)
-    user.cache, admission = kv.allocate(user.cache, user.padded([2, 2]), [20, 3, 0, 0, 0], tokens=tokens)
-    assert statuses(admission.status)[:2] == [Status.OK, Status.DUPLICATE_SEQ_ID]
-    assert len(table(user.cache, 2)) == 2
-    # Committing twice in one call: the first wins, and once is enough.
-    user.texts[2], user.targets[2] = [], text
-    user.fill(2)
-    user.cache, status = kv.commit(user.cache, [2, 2, 3, 5, 5])
-    expected = [Status.OK, Status.DUPLICATE_SEQ_ID, Status.SEQ_NOT_ACTIVE, Status.SKIPPED, Status.SKIPPED]
-    assert statuses(status) == expected
-    user.check()
-    assert user.lookup(text) == 16
-
-
 @pytest.mark.parametrize("shared", [False, True])
 def test_case_dd_a_published_block_is_copied_before_it_is_written(shared):
     user = PrefixUser(CONFIG)
@@ -323,17 +248,6 @@ def test_case_dd_a_published_block_is_copied_before_it_is_written(shared):
     assert table(user.cache, 2)[:3] == original
     user.commit(0)
     assert user.lookup([*text[:6], 9, 9, 1]) == 8
-
-
-def test_case_dd_truncating_to_a_block_boundary_copies_nothing():
-    user = PrefixUser(CONFIG)
-    text = user.new_text(1, 12)
-    user.start(0, text)
-    user.truncate(0, 8)
-    assert user.append({0: [9, 9, 9, 9]}) == {0: Status.OK}
-    user.commit(0)
-    assert user.stats().num_copies == 0
-    assert user.lookup([*text, 1]) == 12 and user.lookup([*text[:8], 9, 9, 9, 9, 1]) == 12
 
 
 def test_drafts_that_are_taken_back_are_never_found():

@@ -16,8 +16,9 @@ from kvcache_jax import Status
 from kvcache_jax.blocks import block_pool
 from kvcache_jax.operations import commit, evict, lookup, rows
 from tests.support.helpers import append_donated, append_tokens, assert_same, leaf_bytes, statuses
-from tests.support.prefix_script import SCRIPT_CONFIG, PrefixDriver, prefix_config, random_prefix_operation
+from tests.support.prefix_script import SCRIPT_CONFIG, PrefixDriver
 from tests.support.prefix_user import CONFIG, TENANT_A, TENANT_B
+from tests.support.script_configs import prefix_config
 
 pytestmark = pytest.mark.contract
 
@@ -263,7 +264,7 @@ def test_compiled_operations_copy_no_array_of_blocks(name, num_rows):
 @pytest.mark.parametrize("start", [2**32 - 4, 2**31 - 3])
 def test_the_queue_wraps(start):
     """Random operations against the oracle while the positions of the eviction queue pass 2**32."""
-    rng, driver = np.random.default_rng(start % 97), PrefixDriver(SCRIPT_CONFIG)
+    driver = PrefixDriver(SCRIPT_CONFIG, seed=start % 97)
     pool = driver.cache.control.block_pools[0]
     # Two arrays: what is donated must not be there twice.
     cached = dataclasses.replace(pool.cached, head=jnp.uint32(start), tail=jnp.uint32(start))
@@ -272,7 +273,7 @@ def test_the_queue_wraps(start):
     driver.cache = dataclasses.replace(driver.cache, control=control)
     seen = []
     for _ in range(500):
-        driver.apply(*random_prefix_operation(rng, driver))
+        driver.step()
         cached = driver.cache.control.block_pools[0].cached
         seen.append((int(cached.head), int(cached.tail)))
     assert any((head - start) % 2**32 > 8 for head, _ in seen), "the queue did not move on"

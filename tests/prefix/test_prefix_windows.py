@@ -7,7 +7,7 @@ import kvcache_jax as kv
 from kvcache_jax import testing
 from tests.support.helpers import append_donated, assert_invariants
 from tests.support.random_script import padded
-from tests.support.window_script import MAX_LEN, WindowScript, commit, num_cached
+from tests.support.window_script import MAX_LEN, commit, num_cached
 
 
 def rolled_config(**sizes):
@@ -189,26 +189,3 @@ def test_of_equal_rows_that_are_committed_together_one_links_its_window():
     assert_invariants(cache)
     assert num_cached(cache, [*TEN[:3], 1]) == 3
     assert int(kv.stats(cache).num_blocks_published) == 2 * 3
-
-
-@pytest.mark.slow
-def test_a_long_random_script_of_three_groups():
-    run_script(0, 1_000)
-
-
-@pytest.mark.slow
-def test_a_short_random_script_of_three_groups():
-    """What `make mutants` runs."""
-    run_script(2, 500)
-
-
-def run_script(seed, num_steps):
-    """Tokens, invariants, and that a refusal is due: hits here depend on when windows roll."""
-    script = WindowScript(seed)
-    for _ in range(num_steps):
-        script.step()
-    assert script.num_hits > num_steps // 15, script.num_hits
-    assert script.num_refused > 0, script.num_refused
-    for name in ("DUPLICATE_SEQ_ID", "OUT_OF_BLOCKS", "SEQ_NOT_ACTIVE", "SEQ_IN_USE"):
-        assert script.statuses[kv.Status[name]] > num_steps // 50, script.statuses
-    assert int(kv.stats(script.cache).num_evictions) > num_steps // 50

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvcache_jax as kv
-from tests.support.helpers import assert_same, poison, statuses
+from kvcache_jax.testing import poison
+from tests.support.helpers import assert_same, statuses
 
 
 def dense_attention(q, k, v, *, window=None, num_sink_tokens=0, scale=None, soft_cap=None, sink_logits=None):

@@ -4,39 +4,17 @@ import jax
 import numpy as np
 
 import kvcache_jax as kv
-from tests.support.prefix_script import PrefixDriver, prefix_config, random_prefix_operation
+from tests.support.prefix_script import PrefixDriver
 from tests.support.random_script import (
     ENTRIES,
-    ROWS,
     Driver,
-    compressing_config,
     padded,
-    random_operation,
     row_ids,
     source_ids,
 )
+from tests.support.script_configs import MAX_CHUNK, NUM_CHUNKS
 
-NUM_CHUNKS, MAX_CHUNK, CHUNKS_PER_ROW = 5, 9, 2
-SIZES = dict(extras=[kv.chunks.Store(NUM_CHUNKS, MAX_CHUNK), kv.compression.Dropping()])
-
-
-def chunk_config(**sizes):
-    """Two full groups whose rows may drop tokens, be compressed and be composed."""
-    return compressing_config(**SIZES | sizes)
-
-
-def window_chunk_config(**sizes):
-    """Two window groups, of blocks of 2 and 3 tokens, whose rows may drop tokens and be composed."""
-    window = kv.SlidingWindow(2, 5, window=6, num_sink_tokens=3, max_rollback=2, block_size=2, num_blocks=26)
-    narrow = kv.SlidingWindow(1, 5, window=1, block_size=3)
-    limits = dict(max_seqs=ROWS, max_seq_len=31, max_query_len=9)
-    return kv.CacheConfig([window, narrow], **SIZES | limits | sizes)
-
-
-def prefix_chunk_config(**sizes):
-    """A full group with prefix caching whose rows may be compressed and be composed."""
-    return prefix_config(**SIZES | sizes)
-
+CHUNKS_PER_ROW = 2
 
 # Keys of the token test know no position, so that composing moves them bit for bit.
 store_some, find_some = kv.donate(kv.chunks.store), jax.jit(kv.chunks.find)
@@ -47,8 +25,11 @@ def compose_some(cache, seq_ids, chunk_ids, starts):
     return kv.chunks.compose(cache, seq_ids, chunk_ids, starts, rotate=None)
 
 
-class _OnChunks(Driver):
-    """The operations on chunks."""
+class ChunkDriver(Driver):
+    """A `Driver` of a cache with a store of chunks."""
+
+    def next_operation(self):
+        return random_chunk_operation(self.rng, self) or super().next_operation()
 
     def store_chunk(self, seq_ids, start, length):
         """Spans under the names of the tokens that the rows hold there."""
@@ -85,16 +66,12 @@ class _OnChunks(Driver):
         return status, self.oracle.compose(seq_ids, chunk_ids, starts)
 
 
-class ChunkDriver(_OnChunks):
-    """A `Driver` of a cache with a store of chunks."""
-
-
-class PrefixChunkDriver(_OnChunks, PrefixDriver):
+class PrefixChunkDriver(ChunkDriver, PrefixDriver):
     """A `PrefixDriver` of such a cache."""
 
 
-def random_chunk_operation(rng: np.random.Generator, driver: _OnChunks) -> tuple:
-    """(name, arguments) of an operation on chunks, or of any other."""
+def random_chunk_operation(rng: np.random.Generator, driver: ChunkDriver) -> tuple | None:
+    """(name, arguments) of an operation on chunks; None for any other."""
     name = rng.choice(["store_chunk", "compose", "free_chunks", "other"], p=[0.08, 0.11, 0.03, 0.78])
     active = sorted(driver.oracle.rows)
     if name == "store_chunk":
@@ -113,8 +90,7 @@ def random_chunk_operation(rng: np.random.Generator, driver: _OnChunks) -> tuple
         placed = [_placed(rng, driver, row) for row in rows]
         ids, starts = ([[pair[i] for pair in chunks] for chunks in placed] for i in range(2))
         return name, rows, ids, starts
-    is_prefix = isinstance(driver, PrefixDriver)
-    return random_prefix_operation(rng, driver) if is_prefix else random_operation(rng, driver)
+    return None
 
 
 def _span(rng, driver, row: int) -> tuple[int, int]:

@@ -1,11 +1,10 @@
-"""Bit-exact comparisons, poison, and the token test, shared by the behavioural tests.
+"""Bit-exact comparisons and the token test, shared by the behavioural tests.
 
 `TokenDriver` holds a cache and, beside it in plain Python, the tokens of every row: it writes recognisable
 keys and values and reads them back with `kv.gather`. Slots that no row owns are NaN: a read of one shows.
 """
 
 import contextlib
-import dataclasses
 import importlib
 import re
 
@@ -17,6 +16,7 @@ import pytest
 import kvcache_jax as kv
 from kvcache_jax import testing
 from kvcache_jax.core.state import row_fields
+from kvcache_jax.testing import poison
 
 # ---------------------------------------------------------------------------------------
 # what many tests begin with
@@ -132,43 +132,6 @@ def compiled_programs():
 def says(*words):
     """A pattern for `pytest.raises`: the message contains all these words and numbers, in any order."""
     return r"(?si)\A" + "".join(rf"(?=.*(?<!\w){re.escape(str(word))}(?!\w))" for word in words)
-
-
-# ---------------------------------------------------------------------------------------
-# poison
-
-
-def owned_slots(cache, group):
-    """bool[num_blocks, block_size]: slots that hold a token of some active row."""
-    pool = cache.control.block_pools[group]
-    block_table = np.asarray(pool.block_table)
-    context_len = np.asarray(cache.context_len)
-    is_active = np.asarray(cache.is_active)
-    num_blocks = pool.ref_count.shape[0]
-    block_size = cache.config.groups[group].block_size
-    owned = np.zeros((num_blocks, block_size), bool)
-    offsets = np.arange(block_size)
-    for seq_id in np.flatnonzero(is_active):
-        for column, block_id in enumerate(block_table[seq_id]):
-            if block_id < num_blocks:
-                owned[block_id] |= column * block_size + offsets < context_len[seq_id]
-    return owned
-
-
-def poison(cache):
-    """Fills every slot that no row owns with NaN, in every layer."""
-    pools = []
-    for group, pool in enumerate(cache.pools):
-        owned = owned_slots(cache, group)
-        halves = []
-        for half in (pool.k, pool.v):
-            dtype = half.dtype
-            array = np.array(half.astype(jnp.float32))
-            by_layer = array.reshape(-1, owned.shape[0], *array.shape[1:])
-            by_layer[:] = np.where(owned[None, :, None, :, None], by_layer, np.nan)
-            halves.append(jnp.asarray(array).astype(dtype))
-        pools.append(kv.state.KVPool(arrays=dict(zip("kv", halves, strict=True))))
-    return dataclasses.replace(cache, pools=tuple(pools))
 
 
 # ---------------------------------------------------------------------------------------

@@ -2,25 +2,46 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import ClassVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import kvcache_jax as kv
+from tests.oracle.blocks import EVICTION_KEYS
 from tests.oracle.oracle import Oracle
-from tests.support.random_script import ENTRIES, ROWS, WIDTH, Driver, padded, random_operation, row_ids
+from tests.support.random_script import ENTRIES, ROWS, Driver, padded, random_operation, row_ids
+from tests.support.script_configs import prefix_config
 
 PROMPT_WIDTH = 23
 NAMESPACES = [tuple(kv.namespace(tenant=name).tolist()) for name in ("", "a", "b")]
 
 
-def prefix_config(**sizes):
-    return kv.CacheConfig(
-        [kv.FullAttention(1, 5)] * 2,
-        **{"num_blocks": 24, "block_size": 4, "max_seqs": ROWS, "max_seq_len": 31} | sizes,
-        enable_prefix_caching=True,
-    )
+@kv.policies.eviction_policy(
+    "test: used, not deep, not idle", needs=["num_hits", "depth", "idle", "age", "priority"]
+)
+def mixed_policy(blocks):
+    """Every field of the metadata matters."""
+    used = jnp.minimum(blocks.num_hits, 3) * 8 - blocks.depth * 4 + blocks.priority
+    return used - blocks.idle // 4 - blocks.age // 16
+
+
+def mixed_key(block, clock):
+    used = min(block.num_hits, 3) * 8 - block.depth * 4 + block.priority
+    return used - (clock - block.last_used_at) // 4 - (clock - block.published_at) // 16
+
+
+@kv.policies.eviction_policy("test: all alike")
+def all_alike(blocks):
+    return jnp.zeros_like(blocks.recency)
+
+
+MIXED, ALIKE = "test: used, not deep, not idle", "test: all alike"
+KEYS = {**EVICTION_KEYS, MIXED: mixed_key, ALIKE: EVICTION_KEYS["lru"]}
+
+
+def policy_config(policy, batch):
+    return prefix_config(num_blocks=19, eviction_policy=policy, eviction_batch=batch)
 
 
 SCRIPT_CONFIG = prefix_config(num_blocks=15)  # of all scripts that need no other
@@ -32,18 +53,20 @@ class PrefixDriver(Driver):
     """A `Driver` whose tokens are often those of another row, with the operations of the prefix cache."""
 
     eviction_key: Callable | None = None
-    left_out: ClassVar = ("allocate",)  # of the operations of `random_script`; `admit` stands for it
+    left_out: tuple[str, ...] = ("allocate",)  # operations of `random_script`; `admit` stands for it
 
     def __post_init__(self):
         super().__post_init__()
-        self.rng = np.random.default_rng(11)
-        self.num_hits = 0
+        self.token_rng = np.random.default_rng(11)
+
+    def next_operation(self):
+        return random_prefix_operation(self.rng, self)
 
     def new_oracle(self):
         return Oracle(self.config, self.eviction_key)
 
     def new_tokens(self, length):
-        return [int(token) for token in self.rng.choice([1, 2], length, p=[0.96, 0.04])]
+        return [int(token) for token in self.token_rng.choice([1, 2], length, p=[0.96, 0.04])]
 
     def admit(self, seq_ids, num_tokens, prompts, namespace_ids, priority):
         namespaces = [NAMESPACES[i] for i in namespace_ids]
@@ -70,8 +93,8 @@ class PrefixDriver(Driver):
             if status == kv.Status.OK
         ]
         num_held = sum(map(len, tables))
-        self.events["entries that hit the same blocks"] += len(set().union(*tables)) < num_held
-        self.num_hits += sum(got_cached) // 4
+        self.counts["entries that hit the same blocks"] += len(set().union(*tables)) < num_held
+        self.counts["hits"] += sum(got_cached) // 4
         return admission.status, expected
 
     def commit(self, seq_ids, final_len):
@@ -131,13 +154,3 @@ def random_prefix_operation(rng: np.random.Generator, driver: PrefixDriver) -> t
     while (operation := random_operation(rng, driver))[0] in driver.left_out:
         pass
     return operation
-
-
-__all__ = [
-    "NAMESPACES",
-    "SCRIPT_CONFIG",
-    "WIDTH",
-    "PrefixDriver",
-    "prefix_config",
-    "random_prefix_operation",
-]

@@ -1,4 +1,4 @@
-"""Random scripts of operations, run on a cache and on the oracle side by side."""
+"""Random scripts of operations, run on a cache and on the oracle side by side; `scripts.py` lists them."""
 
 import collections
 import dataclasses
@@ -11,47 +11,12 @@ from kvcache_jax import testing
 from kvcache_jax.core.state import row_fields
 from tests.oracle.comparison import check_against_oracle
 from tests.oracle.oracle import Oracle
+from tests.support.script_configs import MAX_SOURCE, ROWS
 
-ROWS, WIDTH, NUM_PACKED = 6, 5, 9
+WIDTH, NUM_PACKED = 5, 9
 ENTRIES = 4  # of each call that takes ids, so that one program serves all
 NUM_TOKENS_RANGE = 2**14
 ON_CHUNKS = "store_chunk", "free_chunks", "compose"  # see `chunk_script.py`
-
-
-def full_config(**sizes):
-    layers = [kv.FullAttention(1, 5)] * 2
-    return kv.CacheConfig(
-        layers, **{"num_blocks": 24, "block_size": 4, "max_seqs": ROWS, "max_seq_len": 31} | sizes
-    )
-
-
-def grouped_config(**sizes):
-    """A full group and two window groups, interleaved, with block sizes 3, 4 and 2."""
-    full = kv.FullAttention(1, 5)
-    window = kv.SlidingWindow(2, 5, window=6, num_sink_tokens=3, max_rollback=2, block_size=2, num_blocks=40)
-    narrow = kv.SlidingWindow(1, 5, window=1, block_size=3, num_blocks=14)
-    return kv.CacheConfig(
-        [window, full, narrow, window],
-        **{"num_blocks": 24, "block_size": 4, "max_seqs": ROWS, "max_seq_len": 31, "max_query_len": 9}
-        | sizes,
-    )
-
-
-def dropping_config(**sizes):
-    """A full and a window group whose rows may drop tokens, and cannot be compressed."""
-    full = kv.FullAttention(1, 5)
-    window = kv.SlidingWindow(2, 5, window=6, num_sink_tokens=3, max_rollback=2, block_size=2, num_blocks=40)
-    sizes = {"num_blocks": 24, "block_size": 4, "max_seqs": ROWS, "max_seq_len": 31} | sizes
-    return kv.CacheConfig(
-        [window, full, window], max_query_len=9, extras=[kv.compression.Dropping()], **sizes
-    )
-
-
-def compressing_config(**sizes):
-    """Two full groups with blocks of 4 and 2 tokens, whose rows may drop tokens and be compressed."""
-    layers = [kv.FullAttention(1, 5), kv.FullAttention(2, 5, block_size=2, num_blocks=40)]
-    sizes = {"num_blocks": 24, "block_size": 4, "max_seqs": ROWS, "max_seq_len": 31} | sizes
-    return kv.CacheConfig(layers, **{"extras": [kv.compression.Dropping()]} | sizes)
 
 
 # The compiled steps are shared by all drivers of one config.
@@ -73,6 +38,9 @@ def rewrite_some(cache, tokens, indices, seq_ids):
     return testing.write_tokens(cache, tokens, step), step.status
 
 
+write_some = kv.donate(kv.write_source)
+
+
 @kv.donate
 def compress_some(cache, scores, num_keep, seq_ids):
     return kv.compression.compress(cache, seq_ids, scores, num_keep)
@@ -84,21 +52,23 @@ class Driver:
 
     Attributes:
       config: The cache's.
+      seed: Of the script.
       cache: The present one.
       oracle: What it ought to be.
-      statuses: How often each operation returned each status.
-      events: How often the rows of a call met: see `count_events`.
+      counts: How often an operation returned a status, rows of a call met and states occurred; see
+        `count_events` and `count_states`.
     """
 
     config: kv.CacheConfig
+    seed: int = 0
 
     def __post_init__(self):
+        self.rng = np.random.default_rng(self.seed)
         self.cache = testing.poison(kv.init(self.config))
         self.on_host, self.seen = None, None  # a copy of the cache, and of which one
         self.oracle = self.new_oracle()
         self.next_token = 0
-        self.statuses = collections.Counter[tuple[str, str]]()
-        self.events = collections.Counter[str]()
+        self.counts = collections.Counter[str]()
 
     def new_oracle(self) -> Oracle:
         return Oracle(self.config)
@@ -109,6 +79,20 @@ class Driver:
         self.next_token += length
         return [token % NUM_TOKENS_RANGE for token in range(start, start + length)]
 
+    def step(self) -> None:
+        self.apply(*self.next_operation())
+        self.count_states()
+
+    def next_operation(self) -> tuple:
+        return random_operation(self.rng, self)
+
+    def totals(self) -> collections.Counter[str]:
+        """The counts, with the oracle's."""
+        of_oracle = {
+            name: getattr(self.oracle, f"num_{name}") for name in ("copies", "evictions", "adoptions")
+        }
+        return self.counts | collections.Counter(of_oracle)
+
     def apply(self, name: str, *args) -> None:
         args = filled_up(name, args)
         before = self.on_host if self.seen is self.cache else copied_to_host(self.cache)
@@ -116,7 +100,7 @@ class Driver:
         got, expected = getattr(self, name)(*args)
         got = [kv.Status(status) for status in np.asarray(got).tolist()]
         assert got == expected, f"{name}{args}: status {got}, expected {expected}"
-        self.statuses.update((str(name), status.name) for status in got)
+        self.counts.update(f"{name} {status.name}" for status in got)
         changed, asked = changed_rows(name, args)
         self.count_events(name, changed, asked, got, args, copies_before)
         after = copied_to_host(self.cache)  # once, and not in each of the checks
@@ -158,7 +142,28 @@ class Driver:
             found["a chain of forks"] = any(source in started for source in args[0])
         if name == "reorder":
             found["a parent that changes"] = len({*args[0]} & {*args[1]} & {*range(ROWS)}) > 0
-        self.events.update(event for event, happened in found.items() if happened)
+        self.counts.update(event for event, happened in found.items() if happened)
+
+    def count_states(self):
+        """Counts what some row is, and rows that are both of two."""
+        rows = self.oracle.rows.values()
+        kept, composed, published = (
+            {id(row) for row in rows if has(row)}
+            for has in (
+                lambda row: row.num_kept,
+                lambda row: row.first_composed is not None,
+                lambda row: row.num_published,
+            )
+        )
+        found = {
+            "gone": any(row.gone for row in rows),
+            "kept": kept,
+            "composed": composed,
+            "kept and composed": kept & composed,
+            "published before what was kept": published & kept,
+            "published and composed": published & composed,
+        }
+        self.counts.update(state for state, are in found.items() if are)
 
     def expected_state(self):
         """A copy of what an operation that does nothing leaves alone."""
@@ -210,6 +215,15 @@ class Driver:
             self.cache, padded(tokens, WIDTH), np.array(places, np.int32), np.array(seq_ids)
         )
         return status, self.oracle.rewrite(seq_ids, indices, tokens)
+
+    def write_source(self, seq_ids, length):
+        kinds = [self.config.layers[layer] for layer in self.config.source_layers]
+        k, v = (
+            [np.ones((ENTRIES, MAX_SOURCE + 1, x.num_kv_heads, x.head_dim), np.float32) for x in kinds]
+            for _ in "kv"
+        )
+        self.cache, status = write_some(self.cache, np.array(seq_ids), k, v, np.array(length))
+        return status, self.oracle.write_source(seq_ids, length)
 
     def drop(self, seq_ids, start, length):
         self.cache, status = kv.compression.drop(self.cache, seq_ids, start, length)
@@ -322,6 +336,8 @@ def random_operation(rng: np.random.Generator, driver: Driver) -> tuple:
     name = rng.choice(names, p=[0.1, 0.32, 0.1, 0.07, 0.14, 0.05, 0.1, 0.12])
     active = sorted(driver.oracle.rows)
     idle = sorted({*range(ROWS)} - {*active})
+    if driver.config.source_layers and rng.random() < 0.12:
+        return "write_source", row_ids(rng, active), rng.integers(-1, MAX_SOURCE + 2, ENTRIES).tolist()
     if driver.config.hides_tokens and keeps_all(driver.config) and rng.random() < 0.12:
         ids = row_ids(rng, active)
         return (
@@ -399,7 +415,7 @@ def shares_a_tail(oracle: Oracle) -> bool:
     for row in oracle.rows.values():
         for g, group in enumerate(oracle.config.groups):
             column, offset = divmod(len(row.tokens), group.block_size)
-            if offset and oracle.owners[g][row.tables[g][column]] > 1:
+            if offset and not group.holds_sources and oracle.owners[g][row.tables[g][column]] > 1:
                 return True
     return False
 

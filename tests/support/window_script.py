@@ -1,19 +1,21 @@
 """Random scripts with prefix caching over several layer groups, by rows of several namespaces."""
 
 import collections
-import functools
 
 import jax
 import numpy as np
 
 import kvcache_jax as kv
 from kvcache_jax import Status, testing
+from tests.support.chunk_script import compose_some, store_some
+from tests.support.helpers import changed_leaves
 from tests.support.random_script import padded
 
 ROWS, WIDTH, PROMPT_WIDTH = 6, 5, 23
 ENTRIES = 3  # of each call that takes ids
 MAX_LEN = 32  # of the prompts that `num_cached` takes
 NAMESPACES = [kv.namespace(), kv.namespace(tenant="a")]
+NUM_CHUNKS, MAX_CHUNK, CHUNKS_PER_ROW = 4, 8, 2
 OPERATIONS = ("admit", "extend", "extend", "commit", "free", "fork", "truncate", "reorder")
 
 
@@ -26,7 +28,13 @@ def grouped_config(**sizes):
     return kv.CacheConfig(**defaults | limits | sizes)
 
 
-@functools.partial(kv.donate)
+def partial_config(*kinds):
+    """Prompts may begin inside a published block."""
+    sizes = dict(num_blocks=20, block_size=4, max_seqs=ROWS, max_seq_len=31)
+    return kv.CacheConfig(kinds, **sizes, enable_prefix_caching=True, partial_hits=True)
+
+
+@kv.donate
 def append_as(cache, tokens, codes, num_new):
     """Appends `tokens` and writes `codes` as their keys and values."""
     cache, step = kv.extend(cache, num_new, max_new=tokens.shape[1], tokens=tokens)
@@ -40,6 +48,23 @@ def num_cached(cache, tokens, namespace=None):
     return int(kv.lookup(cache, padded([tokens], MAX_LEN), [len(tokens)], namespace)[0])
 
 
+def longest(cache, text, namespace):
+    """The most first tokens that a chain of published blocks has, but the last token; in numpy."""
+    index, pool = cache.control.prefix_index, cache.control.block_pools[0]
+    is_there = np.asarray(pool.cached.is_published) & (np.asarray(index.namespace) == namespace).all(axis=1)
+    parents, tokens = np.asarray(index.parent), np.asarray(index.block_tokens)
+    at, length, block_size = len(parents), 0, cache.config.block_size
+    while True:
+        same = {}
+        for block in np.flatnonzero(is_there & (parents == at)).tolist():
+            agrees = [a == b for a, b in zip(tokens[block].tolist(), text[length:], strict=False)]
+            same[block] = (*agrees, False).index(False)
+        best = max(same, key=same.get, default=None)
+        if best is None or same[best] < block_size:
+            return min(length + (same[best] if same else 0), len(text) - 1)
+        at, length = best, length + block_size
+
+
 class WindowScript:
     """A cache, and what its rows ought to hold.
 
@@ -50,17 +75,19 @@ class WindowScript:
       rows: {row: its tokens}.
       spaces: {row: index of its namespace}.
       checked: The namespaces whose rows are compared with what they ought to hold.
-      num_hits: Tokens found cached.
-      num_refused: Rows that could not grow for lack of blocks.
-      statuses: How often an entry of a call got each status.
+      counts: How often an entry of a call got each status; "hits", tokens found cached; "refused", rows that
+        could not grow for lack of blocks.
     """
 
     def __init__(self, seed, num_namespaces=1, config=None):
         self.rng, self._num_namespaces = np.random.default_rng(seed), num_namespaces
         self.cache = testing.poison(kv.init(config or grouped_config()))
         self.rows, self.spaces, self.checked = {}, {}, set(range(num_namespaces))
-        self.num_hits = self.num_refused = 0
-        self.statuses = collections.Counter()
+        self.counts = collections.Counter()
+
+    def totals(self):
+        """The counts, with evictions."""
+        return self.counts + collections.Counter(evictions=int(kv.stats(self.cache).num_evictions))
 
     def text(self, length):
         return [int(token) for token in self.rng.choice([1, 2], length, p=[0.95, 0.05])]
@@ -84,7 +111,7 @@ class WindowScript:
         got = [Status(code) for code in np.asarray(status).tolist()]
         for code, want in zip(got, expected, strict=True):
             assert code == want or (want, code) == (Status.OK, Status.OUT_OF_BLOCKS), (got, expected)
-        self.statuses.update(got)
+        self.counts.update(code.name for code in got)
         return [i for i, code in enumerate(got) if code == Status.OK]
 
     def active(self, _, row):
@@ -108,14 +135,24 @@ class WindowScript:
         texts, lengths = [self.text(PROMPT_WIDTH) for _ in rows], self.rng.integers(1, PROMPT_WIDTH, ENTRIES)
         tokens = padded(texts, PROMPT_WIDTH)
         found = np.asarray(lookup(self.cache, tokens, lengths, words)).tolist()
-        self.cache, admission = allocate(self.cache, np.array(rows), lengths, tokens=tokens, namespace=words)
+        if self.cache.config.partial_hits:
+            most = [
+                longest(self.cache, text[:n], w) for text, n, w in zip(texts, lengths, words, strict=True)
+            ]
+            # A window that rolled on leaves less.
+            is_right = np.equal if len(self.cache.config.groups) == 1 else np.less_equal
+            assert is_right(found, most).all(), (found, most)
+            self.counts["partial"] += sum(n % self.cache.config.block_size > 0 for n in found)
+        before = self.cache
+        self.cache, admission = allocate(before, np.array(rows), lengths, tokens=tokens, namespace=words)
         expected = self.predict(rows, lambda _, row: Status.SEQ_IN_USE if row in self.rows else Status.OK)
         succeeded = self.compare(admission.status, expected)
+        assert succeeded or not changed_leaves(before, self.cache)
         hits = np.asarray(admission.num_cached).tolist()
         assert hits == [n if i in succeeded else 0 for i, n in enumerate(found)]
         for i in succeeded:
             self.rows[rows[i]], self.spaces[rows[i]] = texts[i][: hits[i]], spaces[i]
-        self.num_hits += sum(hits)
+        self.counts["hits"] += sum(hits)
 
     def _extend(self, _):
         new = [self.text(int(n)) for n in self.rng.integers(0, WIDTH + 1, ROWS)]
@@ -126,7 +163,7 @@ class WindowScript:
         for row in self.compare(status, expected):
             if new[row]:
                 self.rows[row] = self.rows[row] + new[row]
-        self.num_refused += status.tolist().count(Status.OUT_OF_BLOCKS)
+        self.counts["refused"] += status.tolist().count(Status.OUT_OF_BLOCKS)
 
     def _growth(self, row, num_new):
         if not num_new:
@@ -176,3 +213,60 @@ class WindowScript:
         for row, length, code in zip(rows, lengths, got, strict=True):
             if code == Status.OK:
                 del self.rows[row][length:]
+
+
+class ChunkScript(WindowScript):
+    """A `WindowScript` whose rows are also composed of chunks.
+
+    Attributes:
+      chunks: {chunk: its tokens and the index of its namespace}.
+    """
+
+    def __init__(self, seed):
+        super().__init__(seed, 2, grouped_config(extras=[kv.chunks.Store(NUM_CHUNKS, MAX_CHUNK)]))
+        self.chunks = {}
+
+    def step(self):
+        name = self.rng.choice(["store", "compose", "forget", "other"], p=[0.12, 0.15, 0.03, 0.7])
+        if name == "other":
+            super().step()
+            return
+        rows = [int(row) for row in self.rng.integers(0, ROWS, ENTRIES)]
+        getattr(self, f"_{name}")(rows)
+        self.check(f"{name} {rows}")
+
+    def _store(self, rows):
+        starts, lengths = self.rng.integers(0, 12, ENTRIES), self.rng.integers(1, MAX_CHUNK + 1, ENTRIES)
+        names, spans = np.zeros((ENTRIES, MAX_CHUNK), np.int32), []
+        for i, row in enumerate(rows):
+            spans.append(self.rows.get(row, [])[starts[i] : starts[i] + lengths[i]])
+            names[i, : len(spans[i])] = self.codes(spans[i], self.spaces.get(row, 0))
+        self.cache, stored = store_some(self.cache, np.array(rows), starts, lengths, names)
+        pairs = zip(stored.chunk_ids.tolist(), stored.status.tolist(), strict=True)
+        for row, span, (chunk, code) in zip(rows, spans, pairs, strict=True):
+            self.counts[f"store {Status(code).name}"] += 1
+            if code == Status.OK:
+                self.chunks[chunk] = span, self.spaces[row]
+
+    def _compose(self, rows):
+        ids, starts = np.full((ENTRIES, CHUNKS_PER_ROW), NUM_CHUNKS), np.zeros((ENTRIES, CHUNKS_PER_ROW), int)
+        placed = [[] for _ in rows]
+        for i, row in enumerate(rows):
+            likely = [chunk for chunk, (_, space) in self.chunks.items() if space == self.spaces.get(row)]
+            end = len(self.rows.get(row, []))
+            for j in range(int(self.rng.integers(0, CHUNKS_PER_ROW + 1)) if likely else 0):
+                ids[i, j], starts[i, j] = self.rng.choice(likely), end
+                placed[i] += self.chunks[ids[i, j]][0]
+                end += len(self.chunks[ids[i, j]][0])
+        self.cache, status = compose_some(self.cache, np.array(rows), ids, starts)
+        for row, tokens, code in zip(rows, placed, status.tolist(), strict=True):
+            if tokens:
+                self.counts[f"compose {Status(code).name}"] += 1
+            if tokens and code == Status.OK:
+                self.rows[row] = self.rows[row] + tokens
+
+    def _forget(self, _):
+        chunk = int(self.rng.integers(NUM_CHUNKS))
+        self.cache, status = kv.chunks.free(self.cache, [chunk])
+        assert status.tolist() == [Status.OK if chunk in self.chunks else Status.BAD_CHUNK_ID]
+        self.chunks.pop(chunk, None)
