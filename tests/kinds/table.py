@@ -139,18 +139,18 @@ def quantised(name, round_numbers, rotate=False, is_slow=False, stores_as=None):
 
 FULL = kv.FullAttention(NUM_KV_HEADS, HEAD_DIM)
 STAYS = {"window": NoMeaning("All tokens stay in sight, so no block is given back.")}
-NO_INDEX = Refused(ValueError, "all layers have windows, expected a FullAttention layer")
 NO_GRADIENT = Refused(NotImplementedError, "got a gradient through Quantised.* layers, which have none")
 NO_PREFIX = Refused(ValueError, r"layers.*CrossAttention.*, expected False: what tokens compute depends on")
 NO_SOURCE = Refused(NotImplementedError, "generate got CrossAttention.* layers, for whose sources it has no")
 NO_WINDOW = Refused(NotImplementedError, "compress got .* layers, expected layers that keep all tokens")
 IN_WINDOW = {"compress": NO_WINDOW}
+SHORTER = NoMeaning("A prefix is found where its last window is: tests/prefix/test_token_index.py.")
+ALONE = IN_WINDOW | dict.fromkeys(("commit", "hit", "partial-hit", "evict"), SHORTER)
 NOT_MOVED = {
     "compose": Refused(
         NotImplementedError, "layers.* is .*, expected layers whose keys can be rotated to another"
     )
 }
-ALONE = IN_WINDOW | dict.fromkeys(("commit", "hit", "partial-hit", "evict", "transfer"), NO_INDEX)
 
 KINDS = (
     Kind("full", (FULL,), (dense,), None, STAYS),

@@ -57,8 +57,6 @@ def test_what_is_no_layer_is_refused():
         TypeError, match="kind is SharedWith.*, expected a layer kind that stores keys and values"
     ):
         kv.Quantised(kv.SharedWith(0), "int8")
-    with pytest.raises(ValueError, match="all layers have windows"):
-        kv.CacheConfig([WINDOW, kv.SharedWith(0)], **SIZES, enable_prefix_caching=True)
 
 
 def test_new_keys_and_values_are_refused_and_those_of_own_layers_are_read():
