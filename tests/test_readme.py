@@ -7,25 +7,12 @@ import re
 import pytest
 
 import kvcache_jax as kv
+from tests.support.examples import python_blocks, run_blocks
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 OTHERS = (ROOT / name for name in ("CONTRIBUTING.md", "pallas_kernels/NOTES.md"))
 DOCUMENTS = README, *sorted((ROOT / "docs").glob("*.md")), *OTHERS
-
-
-def python_blocks(text: str) -> list[tuple[int, str]]:
-    """Returns (number of the first line, source) of every fenced python block."""
-    blocks = re.finditer(r"^```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
-    return [(text.count("\n", 0, block.start(1)) + 1, block.group(1)) for block in blocks]
-
-
-def run_blocks(text: str, filename: str) -> dict:
-    """Runs the blocks; a traceback names the file's own line."""
-    namespace = {"__name__": "readme"}
-    for first_line, source in python_blocks(text):
-        exec(compile("\n" * (first_line - 1) + source, filename, "exec"), namespace)
-    return namespace
 
 
 @pytest.mark.contract

@@ -1,7 +1,9 @@
 """docs/recipes.md runs as it stands, in order, in one namespace: a test per block."""
 
 import pytest
-from test_readme import README, python_blocks
+from test_readme import README
+
+from tests.support.examples import python_blocks, run_block
 
 RECIPES = README.parent / "docs" / "recipes.md"
 BLOCKS = python_blocks(RECIPES.read_text())
@@ -26,5 +28,5 @@ def test_the_recipes_are_found():
 def test_a_recipe_runs(namespace, done, nth):
     """After those before it; a traceback names the file's own line."""
     for first_line, source in BLOCKS[len(done) : nth + 1]:
-        exec(compile("\n" * (first_line - 1) + source, str(RECIPES), "exec"), namespace)
+        run_block(first_line, source, str(RECIPES), namespace)
         done.append(first_line)
