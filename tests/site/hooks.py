@@ -1,0 +1,45 @@
+"""What mkdocs does beside rendering `docs/`: pages of the API and of linked files, and a check of what it built."""
+
+import os
+import posixpath
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files, InclusionLevel
+from mkdocs.structure.pages import Page
+
+from tests.site import built_pages, public_names, repository_links
+from tests.support.sources import ROOT
+
+NAMES = public_names.public_names()
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    for place, text in public_names.pages().items():
+        files.append(File.generated(config, place, content=text))
+    for name, place in repository_links.PAGES.items():
+        files.append(File.generated(config, place, content=(ROOT / name).read_text()))
+    for target, place in repository_links.linked_files().items():
+        if place.endswith(".md"):
+            page = repository_links.file_page(target)
+            file = File.generated(config, place, content=page, inclusion=InclusionLevel.NOT_IN_NAV)
+        else:
+            file = File.generated(config, place, abs_src_path=str(ROOT / target))
+        files.append(file)
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    place = page.file.src_uri
+    sources = {there: name for name, there in repository_links.documents().items()}
+    if place in sources:
+        base = os.path.dirname(sources[place])
+        markdown = repository_links.rewrite(base, place, markdown)
+        depth = {f"{name.place}": name for name in NAMES}
+        markdown = public_names.link_names(markdown, depth)
+    return markdown
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    if found := built_pages.faults(config.site_dir, NAMES):
+        raise PluginError("\n".join(found))
