@@ -12,7 +12,7 @@ from tests.support.examples import python_blocks, run_blocks
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 OTHERS = (ROOT / name for name in ("CONTRIBUTING.md", "pallas_kernels/NOTES.md"))
-DOCUMENTS = README, *sorted((ROOT / "docs").glob("*.md")), *OTHERS
+DOCUMENTS = README, *sorted((ROOT / "docs").rglob("*.md")), *OTHERS
 
 
 @pytest.mark.contract
@@ -42,7 +42,7 @@ def test_readme_is_short_and_names_the_rooms_as_the_package_does():
 
 
 def missing_names(text: str, folder: pathlib.Path) -> list[str]:
-    """Returns what a document in `folder` names and nobody finds: links, `python -m` modules, `make` targets.
+    """Lists what a document names and does not exist: links, modules, targets of make, names of the library.
 
     Paths in back quotes count where they begin with a folder of the repository.
     """
@@ -56,9 +56,18 @@ def missing_names(text: str, folder: pathlib.Path) -> list[str]:
         if not (path.with_suffix(".py").exists() or (path / "__main__.py").exists()):
             missing.append(module)
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    return missing + [
-        name for name in re.findall(r"(?:`|^    )make ([\w-]+)", text, re.M) if name not in targets
-    ]
+    missing += [name for name in re.findall(r"(?:`|^    )make ([\w-]+)", text, re.M) if name not in targets]
+    return missing + [name for name in re.findall(r"\bkv\.[a-z_A-Z][\w.]*\w", text) if not is_public(name)]
+
+
+def is_public(name: str) -> bool:
+    """Tests whether a name such as kv.chunks.store, or what follows it, leads somewhere."""
+    value = kv
+    for part in name.split(".")[1:]:
+        if not hasattr(value, part):
+            return False
+        value = getattr(value, part)
+    return True
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
@@ -67,11 +76,13 @@ def test_what_a_document_names_is_there(document):
 
 
 def test_a_name_of_nothing_is_found():
-    text = "[a](no.md) `kvcache_jax/no.py` `python -m tests.no` `make no`\n    make nothing\n"
-    assert missing_names(text, ROOT) == ["no.md", "kvcache_jax/no.py", "tests.no", "no", "nothing"]
+    text = "[a](no.md) `kvcache_jax/no.py` `python -m tests.no` `make no`\n    make nothing\nkv.chunks.no"
+    expected = ["no.md", "kvcache_jax/no.py", "tests.no", "no", "nothing", "kv.chunks.no"]
+    assert missing_names(text, ROOT) == expected
     fine = (
-        "[a](README.md#x) [b](https://a.b/c) `core/no.py` `python -m tests.aot.loops --lowered` `make demo`\n"
+        "[a](README.md#x) [b](https://a.b/c) `core/no.py` `python -m tests.aot.loops --lowered` `make demo`"
     )
+    fine += " kv.Status.OK\n"
     assert missing_names(fine, ROOT) == []
 
 

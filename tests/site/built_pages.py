@@ -1,10 +1,11 @@
-"""A built site: every public name has an entry, every link and anchor leads somewhere, nothing is loaded from elsewhere.
+"""A built site: entries of all public names, links and anchors that lead somewhere, nothing from elsewhere.
 
-    python -m tests.site.built_pages build/site
+python -m tests.site.built_pages build/site
 """
 
 import html.parser
 import pathlib
+import re
 import sys
 import urllib.parse
 from collections.abc import Sequence
@@ -29,14 +30,27 @@ class PageReader(html.parser.HTMLParser):
         super().__init__()
         self.ids: set[str] = set()
         self.references: list[Reference] = []
+        self.in_script = False
 
     def handle_starttag(self, tag, attrs):
         values = {name: value or "" for name, value in attrs}
         self.ids |= {values[name] for name in ("id", "name") if values.get(name)}
-        is_icon = tag == "link" and values.get("rel") in ("canonical", "prev", "next")
+        is_hint = tag == "link" and values.get("rel") in ("canonical", "prev", "next")
         for name in ("href", "src"):
             if name in values:
-                self.references.append(Reference(values[name], (tag, name) in LOADED and not is_icon))
+                self.references.append(Reference(values[name], (tag, name) in LOADED and not is_hint))
+        self.in_script = tag == "script"
+        if self.in_script:
+            self.handle_data(" ".join(values.values()))
+
+    def handle_data(self, data):
+        if self.in_script:
+            self.references += [
+                Reference(address, True) for address in re.findall(r"https?://[\w./@-]+", data)
+            ]
+
+    def handle_endtag(self, tag):
+        self.in_script = False
 
 
 def read(folder: pathlib.Path) -> dict[pathlib.Path, PageReader]:

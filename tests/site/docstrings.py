@@ -1,4 +1,4 @@
-"""How griffe reads the library's docstrings: "Example:" is a section of code, as "Examples:" is."""
+"""How griffe reads the library's docstrings: as its own Google style, but for two sections."""
 
 import re
 from typing import Any
@@ -6,9 +6,14 @@ from typing import Any
 import griffe
 
 
-class ExampleSections(griffe.Extension):
-    """Renames the section before docstrings are parsed."""
+class Sections(griffe.Extension):
+    """Prepares docstrings before they are parsed."""
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
-        if obj.docstring is not None:
-            obj.docstring.value = re.sub(r"(?m)^Example:$", "Examples:", obj.docstring.value)
+        if obj.docstring is None:
+            return
+        text = re.sub(r"(?m)^Example:$", "Examples:", obj.docstring.value)  # a section of code
+        if isinstance(obj, griffe.Function) and obj.returns is not None:
+            # What stands before a colon would be read as the type.
+            text = re.sub(r"(?m)^Returns:\n\s+", lambda match: f"{match.group()}{obj.returns}: ", text)
+        obj.docstring.value = text

@@ -10,7 +10,7 @@ from tests.support.sources import ROOMS
 
 
 class Name(NamedTuple):
-    """A public name: where callers find it, such as "chunks.store", its room and the first line of its docstring."""
+    """A public name: where callers find it ("chunks.store"), its room, its docstring's first line."""
 
     place: str
     room: str
@@ -63,11 +63,23 @@ def room_page(room: str, names: list[Name]) -> str:
 
 def index_page(names: list[Name]) -> str:
     """Writes the page that lists every name."""
-    lines = ["# API", "", "`import kvcache_jax as kv`. Every public name, by the room of the library that its file is in."]
+    lines = [
+        "# API",
+        "",
+        "`import kvcache_jax as kv`. Every public name, by the room of the library that its file is in.",
+    ]
     for room, summary in room_summaries().items():
         rows = [name for name in names if name.room == room]
         if rows:
-            lines += ["", f"## [{room}]({room}.md)", "", _sentence(summary), "", "| name | what it is or does |", "| --- | --- |"]
+            lines += [
+                "",
+                f"## [{room}]({room}.md)",
+                "",
+                _sentence(summary),
+                "",
+                "| name | what it is or does |",
+                "| --- | --- |",
+            ]
             lines += [f"| [`kv.{name.place}`][{name.anchor}] | {_cell(name.summary)} |" for name in rows]
     return "\n".join(lines) + "\n"
 
@@ -76,16 +88,23 @@ def pages() -> dict[str, str]:
     """Writes all pages, by their paths from the folder of the documents."""
     names = public_names()
     rooms = dict.fromkeys(name.room for name in names)
-    found = {name.page: room_page(name.room, [each for each in names if each.room == name.room]) for name in names}
+    found = {
+        name.page: room_page(name.room, [each for each in names if each.room == name.room]) for name in names
+    }
     assert len(found) == len(rooms)
     return {"api/index.md": index_page(names)} | found
 
 
-LINKED = re.compile(r"(?<![\[`\w])`(?:kv\.)?([a-zA-Z_][\w.]*)(?:\([^`]*\))?`(?![`\]])")
+# Code that begins with a name, "kv.fork(cache, [0], [1])" or "fork".
+NAMED = r"(?<![\[`\w])`{prefix}([a-zA-Z_][\w.]*)(?:\([^`]*\))?`(?![`\]])"
+IN_PROSE, IN_TABLES = (re.compile(NAMED.format(prefix=prefix)) for prefix in (r"(?:kv\.)?", r"kv\."))
 
 
 def link_names(markdown: str, names: dict[str, Name]) -> str:
-    """Makes links of code in the prose of a page that is a public name, with or without "kv." and arguments."""
+    """Makes links of the code in a page that is a public name, with or without arguments.
+
+    In prose `fork` is one; in tables, which name what other projects have too, `kv.fork` is.
+    """
 
     def linked(match: re.Match[str]) -> str:
         name = names.get(match.group(1))
@@ -95,8 +114,8 @@ def link_names(markdown: str, names: dict[str, Name]) -> str:
     for line in markdown.split("\n"):
         if line.startswith("```"):
             is_code = not is_code
-        is_prose = not is_code and not line.startswith(("#", "    "))
-        lines.append(LINKED.sub(linked, line) if is_prose else line)
+        pattern = IN_TABLES if line.startswith("|") else IN_PROSE
+        lines.append(line if is_code or line.startswith(("#", "    ")) else pattern.sub(linked, line))
     return "\n".join(lines)
 
 

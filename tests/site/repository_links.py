@@ -9,7 +9,11 @@ from collections.abc import Iterator
 from tests.support.sources import ROOT
 
 # Documents outside of `docs/` that are pages, by their paths on the site.
-PAGES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md", "pallas_kernels/NOTES.md": "kernels.md"}
+PAGES = {
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "pallas_kernels/NOTES.md": "kernels.md",
+}
 ASSETS = (".json", ".png")
 LANGUAGES = {".py": "python", ".txt": "text", ".yml": "yaml"}
 LINK = re.compile(r"(?<=\]\()(?P<path>[^)#:\s]+)(?P<anchor>#[^)]*)?(?=\))")
