@@ -3,6 +3,7 @@
 import os
 import re
 
+from jupyter_client.manager import KernelManager
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
@@ -11,6 +12,8 @@ from tests.site import public_names, repository_links
 from tests.support.sources import ROOT
 
 NAMES = public_names.public_names()
+# The notebook's kernel listens to a port of this machine; it would warn that anybody could read along.
+KernelManager.transport_encryption.default_value = "auto"
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
