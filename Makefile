@@ -21,17 +21,20 @@ PY_0112 := .venv-0112/bin/python
 PY_AOT := .venv-aot/bin/python
 PY_AOT_0112 := .venv-aot-0112/bin/python
 PY_TPU := .venv-tpu/bin/python
+PY_DIST := .venv-dist/bin/python
+PY_DOCS := .venv-docs/bin/python
 PIP_INSTALL := --require-virtualenv --disable-pip-version-check install --quiet --no-compile
 
 # Where the environment says that modules are not to be kept compiled, each of the dozens of processes that start
 # here would compile jax again, for two seconds.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help .venv .venv-0112 .venv-aot .venv-aot-0112 .venv-tpu demo block-map test test-slow test-all test-0112 \
-	aot aot-newest aot-loops aot-0112 aot-benchmark aot-tpu lint mutants bench clean distclean
+.PHONY: help .venv .venv-0112 .venv-aot .venv-aot-0112 .venv-tpu .venv-dist .venv-docs demo block-map test \
+	test-slow test-all test-0112 aot aot-newest aot-loops aot-0112 aot-benchmark aot-tpu lint mutants bench dist docs \
+	clean distclean
 
 help:
-	@echo "make demo | block-map | test | test-all | lint | bench | mutants | test-0112 | aot | aot-tpu | .venv | clean | distclean"
+	@echo "make demo | block-map | test | test-all | lint | bench | mutants | test-0112 | aot | aot-tpu | dist | docs | .venv | clean | distclean"
 
 demo: .venv
 	$(PY) -m experiments.decode
@@ -88,13 +91,25 @@ mutants: .venv
 bench: .venv
 	$(PY) -m experiments.bookkeeping
 
+# The sdist, a wheel from it, and both tried in fresh environments outside of this folder.
+dist: .venv-dist
+	rm -rf dist
+	$(PY_DIST) -m build
+	$(PY_DIST) -m twine check --strict dist/*
+	$(PY_DIST) -m tests.wheel dist
+
+# The site, in build/site: without a warning, every public name with an entry, every link and anchor with its target.
+docs: .venv-docs
+	NO_MKDOCS_2_WARNING=1 $(PY_DOCS) -m mkdocs build --quiet --strict
+	$(PY_DOCS) -m tests.site.built_pages build/site
+
 # clean leaves the environments, distclean leaves a fresh clone.
 clean:
 	rm -rf .cache build dist .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf .venv .venv-0112 .venv-aot .venv-aot-0112 .venv-tpu
+	rm -rf .venv .venv-0112 .venv-aot .venv-aot-0112 .venv-tpu .venv-dist .venv-docs
 
 # Environments. The stamp is touched last, so that an interrupted installation is done again.
 .venv: .venv/.made
@@ -102,6 +117,8 @@ distclean: clean
 .venv-aot: .venv-aot/.made
 .venv-aot-0112: .venv-aot-0112/.made
 .venv-tpu: .venv-tpu/.made
+.venv-dist: .venv-dist/.made
+.venv-docs: .venv-docs/.made
 
 .venv/.made: pyproject.toml Makefile
 	@$(call make_venv,.venv)
@@ -133,6 +150,16 @@ distclean: clean
 	@$(call make_venv_on,.venv-tpu,.venv-0112)
 	$(PY_0112) -m pip --python $(PY_TPU) $(PIP_INSTALL) flax
 	$(PY_0112) -m pip --python $(PY_TPU) $(PIP_INSTALL) --no-deps libtpu==0.0.48.1
+	@touch $@
+
+.venv-dist/.made: Makefile
+	@$(call make_venv,.venv-dist)
+	$(PY_DIST) -m pip $(PIP_INSTALL) build twine
+	@touch $@
+
+.venv-docs/.made: .venv/.made
+	@$(call make_venv_on,.venv-docs,.venv)
+	$(PY) -m pip --python $(PY_DOCS) $(PIP_INSTALL) --editable '.[docs]'
 	@touch $@
 
 # XLA's CUDA plugin of the interpreter's jax, and the compiler and disassembler that it calls; no CUDA libraries.

@@ -23,6 +23,7 @@ Other names are in namespaces: `chunks`, `compression`, `engine`, `decoding`, `i
 share none.
 """
 
+import importlib.metadata as _metadata
 import logging as _logging
 
 from kvcache_jax import (
@@ -90,7 +91,10 @@ _logging.getLogger(__name__).addHandler(_logging.NullHandler())
 for _backend in _mosaic.BACKENDS:
     backends.register_backend(_backend)
 
-__version__ = "0.1.0"
+try:
+    __version__ = _metadata.version("kvcache_jax")
+except _metadata.PackageNotFoundError:  # a clone on the path, not installed
+    __version__ = "0.0.0"
 
 __all__ = [
     "Admission",

@@ -1,34 +1,16 @@
 """docs/how_it_works.md and docs/extending.md run as they are, and print what they say."""
 
-import contextlib
 import dataclasses
 import inspect
-import io
 import re
 
 import pytest
 from test_readme import README
 
 import kvcache_jax as kv
+from tests.support.examples import run_examples
 
 HOW_IT_WORKS, EXTENDING = (README.parent / "docs" / f"{name}.md" for name in ("how_it_works", "extending"))
-EXAMPLE = re.compile(r"^```python\n(?P<source>.*?)^```$(?:\n\n```text\n(?P<printed>.*?)^```$)?", re.M | re.S)
-
-
-def run_examples(text: str, filename: str) -> list[tuple[str, str]]:
-    """Runs the python blocks in one namespace; returns (what each printed, the text block below it).
-
-    A traceback names the file's own line. Spaces at the ends of lines do not count.
-    """
-    namespace = {"__name__": "examples"}
-    found = []
-    for example in EXAMPLE.finditer(text):
-        output, first_line = io.StringIO(), text.count("\n", 0, example.start("source")) + 1
-        with contextlib.redirect_stdout(output):
-            exec(compile("\n" * (first_line - 1) + example["source"], filename, "exec"), namespace)
-        printed = re.sub(r" +$", "", output.getvalue(), flags=re.M)
-        found.append((printed, example["printed"] or ""))
-    return found
 
 
 @pytest.mark.slow

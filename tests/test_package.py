@@ -25,7 +25,7 @@ MAX_LINES = dict.fromkeys(LAYERS, 400) | {"kvcache_jax": 500, "tests": 500}
 # Of the tests, what concerns the whole repository.
 TESTS_OF_ALL = {"conftest.py", "reached_files.py"} | {
     f"test_{name}.py"
-    for name in "docstrings how_it_works package promises reached_files readme recipes rooms".split()
+    for name in "docstrings guides how_it_works package promises reached_files readme rooms".split()
 }
 
 pytestmark = pytest.mark.contract
@@ -240,9 +240,10 @@ def test_wheel_ships_two_typed_packages_that_need_jax_and_numpy():
         "tests",
         "pictures",
         "metrics",
+        "docs",
         "dev",
     }
-    assert pyproject["tool"]["hatch"]["build"]["targets"]["wheel"] == {"packages": sorted(SHIPPED)}
+    assert pyproject["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"] == sorted(SHIPPED)
     for package in SHIPPED:
         assert (ROOT / package / "__init__.py").is_file()
         assert (ROOT / package / "py.typed").is_file()
@@ -294,7 +295,18 @@ def test_tests_stand_in_rooms():
     assert {path.name for path in (ROOT / "tests").glob("*.py")} == TESTS_OF_ALL
     rooms = {path.parent.relative_to(ROOT / "tests").as_posix() for path in source_files("tests")} - {"."}
     tested = {*ROOMS, *LAYERS} - {"blocks", "pallas_kernels", "kvcache_jax"}
-    assert rooms == {*tested, "aot", "fixtures", "kernels", "kinds", "mutants", "oracle", "support"}
+    assert rooms == {
+        *tested,
+        "aot",
+        "fixtures",
+        "kernels",
+        "kinds",
+        "mutants",
+        "oracle",
+        "site",
+        "support",
+        "wheel",
+    }
 
 
 # A folder at the root of somebody's machine; example.org/home/ and a/work/ are none.

@@ -7,25 +7,12 @@ import re
 import pytest
 
 import kvcache_jax as kv
+from tests.support.examples import python_blocks, run_blocks
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 OTHERS = (ROOT / name for name in ("CONTRIBUTING.md", "pallas_kernels/NOTES.md"))
-DOCUMENTS = README, *sorted((ROOT / "docs").glob("*.md")), *OTHERS
-
-
-def python_blocks(text: str) -> list[tuple[int, str]]:
-    """Returns (number of the first line, source) of every fenced python block."""
-    blocks = re.finditer(r"^```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
-    return [(text.count("\n", 0, block.start(1)) + 1, block.group(1)) for block in blocks]
-
-
-def run_blocks(text: str, filename: str) -> dict:
-    """Runs the blocks; a traceback names the file's own line."""
-    namespace = {"__name__": "readme"}
-    for first_line, source in python_blocks(text):
-        exec(compile("\n" * (first_line - 1) + source, filename, "exec"), namespace)
-    return namespace
+DOCUMENTS = README, *sorted((ROOT / "docs").rglob("*.md")), *OTHERS
 
 
 @pytest.mark.contract
@@ -55,7 +42,7 @@ def test_readme_is_short_and_names_the_rooms_as_the_package_does():
 
 
 def missing_names(text: str, folder: pathlib.Path) -> list[str]:
-    """Returns what a document in `folder` names and nobody finds: links, `python -m` modules, `make` targets.
+    """Lists what a document names and does not exist: links, modules, targets of make, names of the library.
 
     Paths in back quotes count where they begin with a folder of the repository.
     """
@@ -69,9 +56,18 @@ def missing_names(text: str, folder: pathlib.Path) -> list[str]:
         if not (path.with_suffix(".py").exists() or (path / "__main__.py").exists()):
             missing.append(module)
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    return missing + [
-        name for name in re.findall(r"(?:`|^    )make ([\w-]+)", text, re.M) if name not in targets
-    ]
+    missing += [name for name in re.findall(r"(?:`|^    )make ([\w-]+)", text, re.M) if name not in targets]
+    return missing + [name for name in re.findall(r"\bkv\.[a-z_A-Z][\w.]*\w", text) if not is_public(name)]
+
+
+def is_public(name: str) -> bool:
+    """Tests whether a name such as kv.chunks.store, or what follows it, leads somewhere."""
+    value = kv
+    for part in name.split(".")[1:]:
+        if not hasattr(value, part):
+            return False
+        value = getattr(value, part)
+    return True
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
@@ -80,11 +76,13 @@ def test_what_a_document_names_is_there(document):
 
 
 def test_a_name_of_nothing_is_found():
-    text = "[a](no.md) `kvcache_jax/no.py` `python -m tests.no` `make no`\n    make nothing\n"
-    assert missing_names(text, ROOT) == ["no.md", "kvcache_jax/no.py", "tests.no", "no", "nothing"]
+    text = "[a](no.md) `kvcache_jax/no.py` `python -m tests.no` `make no`\n    make nothing\nkv.chunks.no"
+    expected = ["no.md", "kvcache_jax/no.py", "tests.no", "no", "nothing", "kv.chunks.no"]
+    assert missing_names(text, ROOT) == expected
     fine = (
-        "[a](README.md#x) [b](https://a.b/c) `core/no.py` `python -m tests.aot.loops --lowered` `make demo`\n"
+        "[a](README.md#x) [b](https://a.b/c) `core/no.py` `python -m tests.aot.loops --lowered` `make demo`"
     )
+    fine += " kv.Status.OK\n"
     assert missing_names(fine, ROOT) == []
 
 

@@ -5,6 +5,7 @@ import enum
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 
 class Status(enum.IntEnum):
@@ -67,7 +68,7 @@ class StatusError(RuntimeError):
         self.statuses = statuses
 
 
-def raise_for_status(status, operation: str = "the operation") -> None:
+def raise_for_status(status: ArrayLike, operation: str = "the operation") -> None:
     """Raises `StatusError` unless every row is `OK` or `SKIPPED`. Host side: waits for the device.
 
     Args:

@@ -19,7 +19,7 @@ from kvcache_jax.core.token_arguments import host_tokens
 _NO_LIMIT = np.iinfo(np.int32).max
 _PARTITION = (
     "params, static = eqx.partition(module, eqx.is_array), and a function that calls "
-    "eqx.combine(params, static)(tokens, cache, step); see docs/recipes.md"
+    "eqx.combine(params, static)(tokens, cache, step); see docs/guides/own_model.md"
 )
 # Two may well be wanted, of a model and of its draft.
 _TOO_MANY_OF_ONE_CODE = 3

@@ -1,0 +1,190 @@
+"""Writes docs/devices.md: what is interpreted, emulated, compiled, run and measured, per architecture.
+
+    python -m tests.site.devices
+
+Nothing in the page is written by hand, and a test holds it to what this writes. What is interpreted and
+compiled are the tests and the cases of the gates; what ran and was measured are the records in
+experiments/results, each of which names its device.
+"""
+
+import ast
+import dataclasses
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pallas_kernels.mosaic_gpu import limits as gpu_limits
+from pallas_kernels.mosaic_tpu import limits as tpu_limits
+from tests.aot import tpu, tpu_programs
+from tests.aot.cases import CASES
+from tests.aot.operation_programs import operation_programs
+from tests.aot.step_programs import step_programs
+from tests.support.sources import ROOT
+
+PAGE = ROOT / "docs" / "devices.md"
+RESULTS = ROOT / "experiments" / "results"
+COLUMNS = ("architecture", "interpreted", "emulated", "compiled", "run", "measured")
+NO = "no"
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """Devices of one kind.
+
+    Attributes:
+      kind: Matches the names that jax gives them, as records have it.
+      kernel_tests: A pattern of the files below tests/kernels that interpret their kernels.
+      emulated, compiled, run: What is done without a record.
+    """
+
+    name: str
+    kind: str
+    kernel_tests: str | None = None
+    emulated: str = NO
+    compiled: Callable[[], str] = lambda: NO
+    run: str = NO
+
+    def row(self, records: Sequence[dict[str, Any]]) -> list[str]:
+        """Fills in the line of the table."""
+        own = [record for record in records if re.search(self.kind, record["device"])]
+        measured = f"{len(own)} records" if own else NO
+        run = self.run if self.run != NO or not own else "by the records"
+        interpreted = interpreted_tests(self.kernel_tests) if self.kernel_tests else NO
+        return [self.name, interpreted, self.emulated, self.compiled(), run, measured]
+
+
+def interpreted_tests(pattern: str) -> str:
+    """Counts the tests that interpret kernels."""
+    files = sorted((ROOT / "tests" / "kernels").glob(pattern))
+    functions = [node for file in files for node in ast.parse(file.read_text()).body]
+    number = sum(isinstance(node, ast.FunctionDef) and node.name.startswith("test_") for node in functions)
+    assert number, pattern
+    return f"{number} tests, for races too"
+
+
+def compiled_for_hopper() -> str:
+    num_programs = len(operation_programs()) + len(step_programs())
+    return f"`make aot`: {len(CASES)} kernels and steps, {num_programs} programs"
+
+
+def compiled_for_tpu(target: str) -> Callable[[], str]:
+    def compiled() -> str:
+        assert any(each.startswith(target) for each in tpu.TARGETS), target
+        found = f"`make aot-tpu`: {len(tpu.CASES)} kernels and steps"
+        is_for_programs = tpu_programs.TARGET.startswith(target)
+        return found + f", {len(tpu_programs.tpu_programs())} programs" * is_for_programs
+
+    return compiled
+
+
+def host_devices() -> str:
+    """Reads on how many devices the tests run."""
+    [number] = re.findall(r"host_platform_device_count=(\d+)", (ROOT / "tests" / "conftest.py").read_text())
+    return f"{number} devices of a host, in all tests"
+
+
+GPU_TESTS, TPU_TESTS = "test_mosaic_gpu*.py", "test_mosaic_tpu*.py"
+ARCHITECTURES = (
+    Architecture("CPU", r"^cpu$", run="all tests"),
+    Architecture("a mesh of several devices", r"^$", emulated=host_devices()),
+    Architecture("NVIDIA Hopper", r"\bG?H(20|100|200|800)\b", GPU_TESTS, compiled=compiled_for_hopper),
+    Architecture("NVIDIA Blackwell", r"\b(G?B[123]00|RTX 50\d\d)\b"),
+    Architecture("NVIDIA Ada", r"\b(L4|L40S?|RTX 40\d\d)\b"),
+    Architecture("NVIDIA Ampere", r"\b(A10G?|A30|A100|RTX 30\d\d)\b"),
+    Architecture("TPU v5e", r"TPU v5", TPU_TESTS, compiled=compiled_for_tpu("v5e")),
+    Architecture("TPU v6e", r"TPU v6", TPU_TESTS, compiled=compiled_for_tpu("v6e")),
+    Architecture("TPU 7x", r"TPU ?v?7", TPU_TESTS, compiled=compiled_for_tpu("tpu7x")),
+)
+
+
+def read_records() -> list[dict[str, Any]]:
+    """Reads each record with its file's name and its device's."""
+    found = []
+    for path in sorted(RESULTS.glob("*.json")):
+        record = json.loads(path.read_text())
+        device = record.get("device", "cpu")  # those without were made on a machine that has no other
+        name = device["name"] if isinstance(device, dict) else device
+        found.append(record | {"file": path.name, "device": name})
+    return found
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def limits() -> list[list[str]]:
+    """Lists what kernels take; XLA takes everything."""
+    gpu_dims, tpu_lanes = " or ".join(map(str, gpu_limits.HEAD_DIMS)), tpu_limits.NUM_LANES
+    tpu_blocks = ", ".join(f"{tpu_limits.sublanes(_dtype(name))} for {name}" for name in tpu_limits.DTYPES)
+    return [
+        [
+            "`mosaic_gpu`",
+            "NVIDIA Hopper",
+            " or ".join(gpu_limits.DECODED),
+            gpu_dims,
+            f"a multiple of 8 up to {gpu_limits.MAX_BLOCK_SIZE}",
+        ],
+        [
+            "`mosaic_tpu`",
+            "TPUs",
+            " or ".join(tpu_limits.DTYPES),
+            f"a multiple of {tpu_lanes}",
+            f"a multiple of {tpu_blocks}",
+        ],
+    ]
+
+
+def _dtype(name: str) -> Any:
+    import jax.numpy as jnp
+
+    return jnp.dtype(name)
+
+
+def page() -> str:
+    """Writes the page."""
+    records = read_records()
+    unknown = [
+        record["file"]
+        for record in records
+        if not any(re.search(a.kind, record["device"]) for a in ARCHITECTURES)
+    ]
+    assert not unknown, f"{unknown} name devices of no architecture: add a line to ARCHITECTURES"
+    made = [
+        [f"[{each['file']}](../experiments/results/{each['file']})", each["device"], each["machine"]["cpu"]]
+        for each in records
+    ]
+    return f"""# Devices
+
+`python -m tests.site.devices` writes this page from the tests, the gates and the records of the repository.
+
+{table(COLUMNS, [each.row(records) for each in ARCHITECTURES])}
+
+* **Interpreted**: kernels run on a CPU by jax's interpreters, which look for races, and are compared with a
+  float32 reference.
+* **Emulated**: programs run on a CPU that stands for the device.
+* **Compiled**: for the device and without one, within budgets; what a compiler says of registers, memory,
+  copies and waits is checked.
+* **Run**: on the device itself. **Measured**: timed there, with a record.
+
+On every device attention is XLA's unless `implementation=` names a backend, which then runs or raises; what a
+backend lacks is XLA's, and so are gradients. Kernels take:
+
+{table(("backend", "devices", "keys and values", "head_dim", "block_size"), limits())}
+
+## Records
+
+{table(("record", "device", "machine"), made)}
+"""
+
+
+def main() -> int:
+    PAGE.write_text(page())
+    print(f"wrote {PAGE.relative_to(ROOT)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
