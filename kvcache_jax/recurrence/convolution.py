@@ -19,11 +19,11 @@ def convolve(past: jax.Array, new: jax.Array, weights: jax.Array, bias: jax.Arra
     """
     inputs = jnp.concatenate([past.astype(jnp.float32), new.astype(jnp.float32)])
     weights = weights.astype(jnp.float32)
-    out = sum(weights[i] * inputs[i : i + len(new)] for i in range(len(weights)))
-    return out if bias is None else out + bias.astype(jnp.float32)
+    terms = (weights[i][None] * inputs[i : i + len(new)] for i in range(len(weights)))
+    return sum(terms, jnp.float32(0) if bias is None else bias.astype(jnp.float32)[None])
 
 
-def last_inputs(past: jax.Array, held: jax.Array, count: jax.Array | int) -> jax.Array:
-    """Takes the last inputs after `count` of `held [tokens, channels]`, as many as `past` has before these."""
-    inputs = jnp.concatenate([past, held.astype(past.dtype)])
-    return lax.dynamic_slice_in_dim(inputs, count, len(past))
+def last_of(past: jax.Array, new: jax.Array, count: jax.Array | int) -> jax.Array:
+    """Takes the last of `past` and `count` of `new`, both `[tokens, ...]`: as many as `past` has."""
+    both = jnp.concatenate([past, new.astype(past.dtype)])
+    return lax.dynamic_slice_in_dim(both, count, len(past))

@@ -1,6 +1,6 @@
 """Matrix states of linear attention, which new tokens read and fold into, without a state per token.
 
-A head's state is a matrix `S [key_dim, value_dim]`. A token has a query `q` and a key `k` `[key_dim]`, a change
+A head's state is a matrix `S [key_dim, value_dim]`. A token has a query and a key `q, k [key_dim]`, a change
 `u [value_dim]`, and a log decay `g` of at most 0, one number or one per key channel:
 
     S <- exp(g) S + k (x) u,    o = q . S
@@ -12,9 +12,9 @@ The entries `(k, u, g)` of the tokens since a state `S_0` say what the state is 
 
     S_i = exp(g_1 + ... + g_i) S_0 + sum over j <= i of exp(g_j+1 + ... + g_i) k_j (x) u_j
 
-So new tokens read `S_0` and the entries held since, and what they change of one another follows from one
-triangular solve. An exponent is a sum over a range of tokens, never a difference of two sums: it is at most 0,
-exact where decays are strong, and -inf is a decay too.
+So new tokens read `S_0` and the entries held since, and how they correct one another follows from one
+triangular system. An exponent is a sum over a range of tokens, never a difference of two sums: it is at most
+0, it is exact after strong decays, and -inf is a decay too.
 
 References:
   Gated Delta Networks (Yang et al.; arXiv:2412.06464), Kimi Linear (Kimi Team; arXiv:2510.26692),
@@ -28,9 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-_einsum = functools.partial(
-    jnp.einsum, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
-)
+_einsum = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
 
 class Entries(NamedTuple):
@@ -70,15 +68,13 @@ def advance(
     Returns:
       Outputs and changes, f32[T, heads, value_dim].
     """
-    q, k, v, g, *held = _in_float32(q, k, v, g, *held)
-    held = Entries(*held)
-    g = _with_channels(g)  # [T, heads, 1 or key_dim]
-    held_g = _with_channels(held.g)
+    q, k, v, g, held_k, held_u, held_g = _in_float32(q, k, v, g, *held)
+    g, held_g = _with_channels(g), _with_channels(held_g)  # [tokens, heads, 1 or key_dim]
     # Keys and queries read side by side, so that the state is read once.
     x = q[None] if beta is None else jnp.stack([k, q])
     since_held = jnp.cumsum(g, axis=0)
-    read = _read(x, state, since_held + held_g.sum(axis=0))
-    read += _einsum("nhtj,jhv->nthv", _products(x, held.k, since_held, _sums_after(held_g)), held.u)
+    read = _read(x, state, since_held + held_g.sum(axis=0, keepdims=True))
+    read += _einsum("nhtj,jhv->nthv", _products(x, held_k, since_held, _sums_after(held_g)), held_u)
     own = _own_products(x, k, g)  # [n, heads, T, T]
     u = v
     if beta is not None:
@@ -99,7 +95,7 @@ def fold(state: jax.Array, entries: Entries) -> jax.Array:
 
 def _read(x: jax.Array, state: jax.Array, log_decay: jax.Array) -> jax.Array:
     """Multiplies `x [n, T, key_heads, key_dim]` by a state that decayed: `[n, T, heads, value_dim]`."""
-    return _einsum("nthk,hkv->nthv", _per_head(x, len(state)) * jnp.exp(log_decay), state)
+    return _einsum("nthk,hkv->nthv", _per_head(x, len(state)) * jnp.exp(log_decay)[None], state)
 
 
 def _products(x: jax.Array, k: jax.Array, since: jax.Array, until: jax.Array) -> jax.Array:
@@ -118,13 +114,16 @@ def _products(x: jax.Array, k: jax.Array, since: jax.Array, until: jax.Array) ->
     if num_channels == 1:  # the decay follows the product, which key heads share
         products = _einsum("ntgk,jgk->ngtj", x, k)
         products = jnp.repeat(products, num_heads // products.shape[1], axis=1)
-        return products * jnp.exp(jnp.moveaxis(since[:, None, :, 0] + until[..., 0], 2, 0))
+        decay = jnp.exp(since[:, None, :, 0] + until[None, :, :, 0])  # [T, J, heads]
+        return products * jnp.moveaxis(decay, 2, 0)[None]
     x, k = (_per_head(each, num_heads) for each in (x, k))
-    return _einsum("nthk,jhk->nhtj", x * jnp.exp(since), k * jnp.exp(until))
+    return _einsum("nthk,jhk->nhtj", x * jnp.exp(since)[None], k * jnp.exp(until))
 
 
 def _own_products(x: jax.Array, k: jax.Array, g: jax.Array) -> jax.Array:
-    """Multiplies tokens by their own key and those before, as `_products`: `[n, heads, T, T]`, lower triangles.
+    """Multiplies tokens by their own key and by earlier ones, as `_products`: `[n, heads, T, T]`.
+
+    Above the diagonal it is 0.
 
     Tokens of the second half meet keys of the first at the point between, and each half is halved again.
     """

@@ -1,6 +1,6 @@
 """Matrix states in float64, token by token; and how far each form of `matrix_state` is off them.
 
-    python -m tests.recurrence.exact   # prints the errors, entries in bfloat16 too
+python -m tests.recurrence.exact   # prints the errors, entries in bfloat16 too
 """
 
 import dataclasses
@@ -54,20 +54,20 @@ def make_tokens(rule: Rule, num_tokens: int, seed: int = 0) -> tuple[np.ndarray 
         q, k = (x / np.sqrt((x * x).sum(-1, keepdims=True)) for x in (q, k))
     else:
         k, v, beta = k * KEY_DIM**-0.5, v * steps[..., None], None
-    return tuple(None if x is None else np.float32(x) for x in (q * KEY_DIM**-0.5, k, v, g, beta))
+    return tuple(None if x is None else np.asarray(x, np.float32) for x in (q * KEY_DIM**-0.5, k, v, g, beta))
 
 
 def exact(state, q, k, v, g, beta):
     """Computes outputs, changes and the state after each token, in float64."""
-    state, outs, changes, states = np.float64(state), [], [], []
+    state, outs, changes, states = np.asarray(state, np.float64), [], [], []
     num_heads = len(state)
     for t in range(len(q)):
-        q_t, k_t = (np.float64(x[t]).repeat(num_heads // x.shape[1], axis=0) for x in (q, k))
-        g_t = np.float64(g[t]).reshape(num_heads, -1, 1)
+        q_t, k_t = (np.asarray(x[t], np.float64).repeat(num_heads // x.shape[1], axis=0) for x in (q, k))
+        g_t = np.asarray(g[t], np.float64).reshape(num_heads, -1, 1)
         state = np.exp(g_t) * state
-        u = np.float64(v[t])
+        u = np.asarray(v[t], np.float64)
         if beta is not None:
-            u = np.float64(beta[t])[:, None] * (u - np.einsum("hk,hkv->hv", k_t, state))
+            u = np.asarray(beta[t], np.float64)[:, None] * (u - np.einsum("hk,hkv->hv", k_t, state))
         state = state + k_t[:, :, None] * u[:, None, :]
         for found, values in ((outs, np.einsum("hk,hkv->hv", q_t, state)), (changes, u), (states, state)):
             found.append(values)
@@ -115,7 +115,7 @@ def run(state, tokens, num_new, block_size, dtype="float32"):
         is_full = count >= block_size
         state = jnp.where(is_full, matrix_state.fold(state, full), state)
         buffer = jax.tree.map(functools.partial(jnp.where, is_full), left, buffer)
-        return (state, buffer, count - is_full * block_size), (out, u)
+        return (state, buffer, jnp.where(is_full, count - block_size, count)), (out, u)
 
     carry = state, buffer, jnp.int32(0)
     (state, buffer, _), results = jax.lax.scan(body, carry, jax.tree.map(pieces, tokens))
@@ -124,7 +124,9 @@ def run(state, tokens, num_new, block_size, dtype="float32"):
 
 def main():
     num_tokens = 1024
-    print(f"{num_tokens} tokens, {HEADS} heads of {KEY_DIM} x {VALUE_DIM}, blocks of 16 tokens: greatest error of")
+    print(
+        f"{num_tokens} tokens, {HEADS} heads of {KEY_DIM} x {VALUE_DIM}, blocks of 16 tokens: greatest error of"
+    )
     print("outputs (and of the last state) over the root mean square, by tokens computed at a time\n")
     columns = [(num_new, dtype) for dtype in ("float32", "bfloat16") for num_new in (1, 2, 7, 16)]
     print(" " * 11 + " ".join(f"{f'{n}, {dtype}':>19s}" for n, dtype in columns))
