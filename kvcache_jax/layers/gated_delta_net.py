@@ -107,8 +107,8 @@ class GatedDeltaNet(Recurrent):
     ) -> tuple[jax.Array, Arrays]:
         """Computes outputs `[T, num_kv_heads, head_dim]` and entries of new tokens."""
         channels = self.num_channels
-        inputs = {"x": (-1, channels), "g": (-1, *self._decay_shape), "beta": (-1, self.num_kv_heads)}
-        require_shapes(f"new inputs of {self.label}", new, inputs)
+        inputs = {"x": (channels,), "g": self._decay_shape, "beta": (self.num_kv_heads,)}
+        require_shapes(f"new inputs of {self.label} per token", new, inputs, first_axis=1)
         shapes = {"conv": (self.kernel, channels), "bias": (channels,)}
         require_shapes(f"weights of {self.label}", weights, shapes, optional=["bias"])
         x = convolved(point, held, count, new["x"], weights)

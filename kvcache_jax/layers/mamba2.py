@@ -92,7 +92,8 @@ class Mamba2(Recurrent):
     ) -> tuple[jax.Array, Arrays]:
         """Computes outputs `[T, num_kv_heads, head_dim]` and entries of new tokens."""
         channels, heads = self.num_channels, (self.num_kv_heads,)
-        require_shapes(f"new inputs of {self.label}", new, {"x": (-1, channels), "dt": (-1, *heads)})
+        inputs = {"x": (channels,), "dt": heads}
+        require_shapes(f"new inputs of {self.label} per token", new, inputs, first_axis=1)
         shapes = {"conv": (self.kernel, channels), "A": heads, "D": heads, "bias": (channels,)}
         require_shapes(f"weights of {self.label}", weights, shapes, optional=["bias"])
         inner, width = self.num_kv_heads * self.head_dim, self.num_groups * self.state_dim

@@ -7,23 +7,27 @@ import jax.numpy as jnp
 
 
 def require_shapes(
-    what: str, given: Any, expected: Mapping[str, tuple[int, ...]], optional: Collection[str] = ()
+    what: str,
+    given: Any,
+    expected: Mapping[str, tuple[int, ...]],
+    *,
+    first_axis: int = 0,
+    optional: Collection[str] = (),
 ) -> None:
-    """Refuses arrays by name which are not of the expected shapes.
+    """Refuses arrays that are missing, have a name too many, or have another shape.
 
     Args:
-      what: Name of `given`, with the label of the layer that takes it.
+      what: Name of `given`, for the error.
       given: Should be a mapping from names to arrays.
-      expected: The shapes by name; -1 for an axis of any size.
-      optional: Names which may be missing.
+      expected: The shapes by name.
+      first_axis: Axes before it may have any size.
+      optional: Names that may be missing.
     """
-    got = {name: jnp.shape(x) for name, x in given.items()} if isinstance(given, Mapping) else given
-    is_fine = isinstance(got, dict) and expected.keys() - {*optional} <= got.keys() <= expected.keys()
-    if not is_fine or not all(_fits(shape, expected[name]) for name, shape in got.items()):
-        left_out = "".join(f"; {name!r} may be left out" for name in optional)
-        raise ValueError(f"{what} are {got}, expected {dict(expected)}{left_out}")
-
-
-def _fits(shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
-    sizes = zip(shape, expected, strict=False)
-    return len(shape) == len(expected) and all(wanted in (-1, size) for size, wanted in sizes)
+    shapes = given
+    if isinstance(given, Mapping):
+        shapes = {name: jnp.shape(x)[first_axis:] for name, x in given.items()}
+        is_optional = {*optional} - {*shapes}
+        if shapes == {name: shape for name, shape in expected.items() if name not in is_optional}:
+            return
+    left_out = "".join(f"; {name!r} may be left out" for name in optional)
+    raise ValueError(f"{what} are {shapes}, expected {dict(expected)}{left_out}")

@@ -56,6 +56,7 @@ class RGLRU(Recurrent):
     ) -> tuple[jax.Array, Arrays]:
         """Computes the states after new tokens, `[T, width]`."""
         self.refuse_weights(weights)
-        require_shapes(f"new inputs of {self.label}", new, dict.fromkeys(("x", "log_a"), (-1, self.width)))
+        inputs = {"x": (self.width,), "log_a": (self.width,)}
+        require_shapes(f"new inputs of {self.label} per token", new, inputs, first_axis=1)
         states = rg_lru(held["state"][-1], new["log_a"], new["x"])
         return states.astype(new["x"].dtype), {"state": states}

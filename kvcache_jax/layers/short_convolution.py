@@ -56,8 +56,9 @@ class ShortConvolution(Recurrent):
         self, point: Arrays, held: Arrays, count: jax.Array, new: Arrays, weights: Any
     ) -> tuple[jax.Array, Arrays]:
         """Computes outputs `[T, num_channels]` of new tokens, and keeps their inputs."""
-        require_shapes(f"new inputs of {self.label}", new, {"x": (-1, self.num_channels)})
-        shapes = {"conv": (self.kernel, self.num_channels), "bias": (self.num_channels,)}
+        channels = (self.num_channels,)
+        require_shapes(f"new inputs of {self.label} per token", new, {"x": channels}, first_axis=1)
+        shapes = {"conv": (self.kernel, *channels), "bias": channels}
         require_shapes(f"weights of {self.label}", weights, shapes, optional=["bias"])
         x = new["x"]
         out = convolve(held["inputs"], x, weights["conv"], weights.get("bias"))

@@ -107,6 +107,7 @@ def test_tokens_that_equal_one_another_are_corrected(name):
     assert off(got, outs) < 1e-5 and off(u, changes) < 1e-5
 
 
+@pytest.mark.quick_cases("gated-delta")
 @every_rule
 def test_gradients_are_those_of_one_token_after_the_other(name):
     tokens, state = make_tokens(RULES[name], BLOCK + 7, seed=5), some_state(5)
