@@ -255,7 +255,7 @@ def test_fields_without_a_meaning_are_refused(make, message):
         ("kimi-delta", {"g": (HEADS,)}, {}, r"'g': \(4,\).* expected .*'g': \(4, 6\)"),
         ("mamba-2", {"z": (3,)}, {}, r"'z': \(3,\).*, expected \{'x': \(44,\), 'dt': \(4,\)\}"),
         ("mamba-2", {}, {"D": None}, r"weights of Mamba2 are .*'D': \(4,\).*; 'bias' may be left out"),
-        ("mamba-2", {}, {"bias": (3,)}, r"'bias': \(3,\)\}, expected .*'bias': \(44,\)"),
+        ("mamba-2", {}, {"bias": (3,)}, r"'bias': \(3,\).*, expected .*'bias': \(44,\)"),
         ("convolution", {}, {"conv": (4, WIDTH)}, r"'conv': \(4, 5\).*, expected \{'conv': \(3, 5\)"),
         ("convolution", {}, None, "weights of ShortConvolution are None, expected"),
         ("rg-lru", {"log_a": (2,)}, {}, r"'log_a': \(2,\).*, expected .*'log_a': \(5,\)"),
