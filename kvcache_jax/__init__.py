@@ -3,11 +3,12 @@
 Its rooms, each of which imports only those above it; a public operation's file bears its name:
 
 * `arrays`: masked updates, sharding types, registries, checks of numbers; nothing of caches
+* `recurrence`: matrix states, short convolutions and linear scans of one row
 * `layers`: the arrays that a model layer keeps per token, by kinds, and groups of equal layers
 * `quantised`: keys and values in fewer bits: `Quantised` and its formats
 * `core`: the parts of a cache: config, every array of the state, status, checks of arguments, backends
 * `blocks`: owners of blocks, and the movement of keys and values
-* `attention`: `write`, `attend`, `attention`, `gather`, `attention_scores`; XLA, gradients, kernels
+* `attention`: `write`, `attend`, `attention`, `recurrence`, `gather`, `attention_scores`; XLA, gradients, kernels
 * `prefix`: blocks found by their contents: hashes, the index, eviction
 * `operations`: `allocate`, `extend`, `fork`, `commit` and the others, a file each
 * `inspect`: invariants, block maps, reasons for a miss
@@ -62,10 +63,14 @@ from kvcache_jax.inspect.block_map import block_map
 from kvcache_jax.inspect.check_invariants import check_invariants
 from kvcache_jax.layers.block_array import BlockArray
 from kvcache_jax.layers.cross_attention import CrossAttention
+from kvcache_jax.layers.gated_delta_net import GatedDeltaNet
 from kvcache_jax.layers.latent_attention import LatentAttention
 from kvcache_jax.layers.layer_kind import KeysValues, LayerKind
+from kvcache_jax.layers.mamba2 import Mamba2
 from kvcache_jax.layers.plain import FullAttention, SharedWith, SlidingWindow
 from kvcache_jax.layers.recurrent import Recurrent
+from kvcache_jax.layers.rg_lru import RGLRU
+from kvcache_jax.layers.short_convolution import ShortConvolution
 from kvcache_jax.layers.span import Span
 from kvcache_jax.manager.manager import CacheManager
 from kvcache_jax.operations.allocate import allocate
@@ -106,13 +111,17 @@ __all__ = [
     "Draft",
     "Engine",
     "FullAttention",
+    "GatedDeltaNet",
     "GenerationRequest",
     "KeysValues",
     "LatentAttention",
     "LayerKind",
+    "Mamba2",
     "Quantised",
+    "RGLRU",
     "Recurrent",
     "SharedWith",
+    "ShortConvolution",
     "SlidingWindow",
     "Snapshots",
     "Span",

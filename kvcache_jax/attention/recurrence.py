@@ -22,6 +22,7 @@ from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import Cache, KVPool, RecurrentPlan, Step
 from kvcache_jax.layers.layer_group import LayerGroup
 from kvcache_jax.layers.recurrent import Arrays, Part, Recurrent
+from kvcache_jax.recurrence.convolution import last_of
 
 
 @takes_one
@@ -253,9 +254,4 @@ def _placed(held: jax.Array, added: jax.Array, count: jax.Array, num: jax.Array)
 
 def _last(held: Arrays, added: Arrays, num: jax.Array) -> dict[str, jax.Array]:
     """Takes the last entries, as many as `held` has, after `num` of `added` follow them."""
-
-    def last(held: jax.Array, added: jax.Array) -> jax.Array:
-        both = jnp.concatenate([held, added])
-        return lax.dynamic_slice_in_dim(both, num, held.shape[0])
-
-    return {name: last(held[name], added[name]) for name in held}
+    return {name: last_of(held[name], added[name], num) for name in held}

@@ -1,4 +1,4 @@
-"""Which states of recurrent layers stay findable: the points that a prefix cache keeps."""
+"""Snapshots: the states of recurrent layers that a prefix cache keeps."""
 
 import dataclasses
 from typing import Any

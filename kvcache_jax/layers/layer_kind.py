@@ -196,10 +196,7 @@ class LayerKind:
     def refuse_weights(self, weights: Any) -> None:
         """Raises for weights that the kind has no use for."""
         if weights is not None:
-            raise ValueError(
-                f"weights are given and {self.label} layers take none, expected weights=None: keys and "
-                "values are stored as they are read"
-            )
+            raise ValueError(f"weights are given and {self.label} layers take none, expected weights=None")
 
 
 def kind_name(cls: type) -> str:

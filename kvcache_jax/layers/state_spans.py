@@ -1,6 +1,6 @@
-"""The spans of recurrent layers: what a step stores there is read by later steps alone.
+"""The spans of recurrent layers: only later steps read the arrays that a step stores there.
 
-Tokens come in blocks of W. A *point* stands for all tokens up to a block's end, an *entry* for one token
+Tokens come in blocks of W. A *point* is the state of all tokens up to a block's end, an *entry* for one token
 since the last point. A step stores the points and entries that the row's next token reads, and those that it
 reads after up to `max_rollback` fewer tokens: a prefill of any length stores one point.
 """

@@ -1,6 +1,6 @@
 """Snapshots: the states of recurrent layers that prefixes find, companions of published blocks.
 
-A state stands for exactly the tokens up to its end, so it belongs to the indexed block that has the last of
+A state is that of exactly the tokens up to its end, so it belongs to the indexed block that has the last of
 them.
 """
 

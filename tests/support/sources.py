@@ -10,6 +10,7 @@ SOURCE_FOLDERS = (*LAYERS, "tests")
 # The rooms of the library: each imports only from itself and from those before it.
 ROOMS = (
     "arrays",
+    "recurrence",
     "layers",
     "quantised",
     "core",

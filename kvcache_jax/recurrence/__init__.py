@@ -1,0 +1,1 @@
+"""Recurrences of one row: matrix states, convolutions and linear scans; nothing of caches or layers."""

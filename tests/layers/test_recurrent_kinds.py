@@ -1,0 +1,276 @@
+"""Recurrent kinds on a cache: each token's output is that of its whole row, computed in float64.
+
+The rows of one cache come in pieces of their own, among them drafts that are taken back.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvcache_jax as kv
+from kvcache_jax.core.config import config_from_json, config_to_json
+from kvcache_jax.testing import poison
+from tests.recurrence.exact import exact, off
+
+BLOCK, LENGTH, ROWS, PACKED = 8, 60, 3, 45
+HEADS, KEY_DIM, WIDTH, KERNEL = 4, 6, 5, 4
+DRAFTS = 3
+
+
+class Case(NamedTuple):
+    """A kind, the shapes of its inputs and weights by name, and what a row's outputs are."""
+
+    kind: kv.Recurrent
+    inputs: dict[str, tuple[int, ...]]
+    weights: dict[str, tuple[int, ...]]
+    outputs: Callable[..., np.ndarray]
+
+
+def silu_of_convolution(x, weights):
+    return (y := convolution(x, weights)) / (1 + np.exp(-y))
+
+
+def convolution(x, weights):
+    kernel = len(weights["conv"])
+    x = np.concatenate([np.zeros((kernel - 1, x.shape[1])), x])
+    terms = (weights["conv"][i] * x[i : len(x) - kernel + 1 + i] for i in range(kernel))
+    return sum(terms) + weights.get("bias", 0)
+
+
+def delta_net(key_heads, new, weights):
+    x = silu_of_convolution(new["x"], weights)
+    q, k, v = np.split(x, np.cumsum([key_heads * KEY_DIM] * 2), axis=1)
+    q, k = (y.reshape(len(x), key_heads, KEY_DIM) for y in (q, k))
+    q, k = (y / np.sqrt((y**2).sum(-1, keepdims=True) + 1e-6) for y in (q, k))
+    state = np.zeros((HEADS, KEY_DIM, WIDTH))
+    return exact(state, q / KEY_DIM**0.5, k, v.reshape(-1, HEADS, WIDTH), new["g"], new["beta"])[0]
+
+
+def mamba2(new, weights):
+    x = silu_of_convolution(new["x"], weights)
+    x, b, c = np.split(x, np.cumsum([HEADS * WIDTH, 2 * KEY_DIM]), axis=1)
+    x, (b, c) = x.reshape(-1, HEADS, WIDTH), (y.reshape(-1, 2, KEY_DIM) for y in (b, c))
+    added, state = new["dt"][..., None] * x, np.zeros((HEADS, KEY_DIM, WIDTH))
+    return exact(state, c, b, added, new["dt"] * weights["A"], None)[0] + weights["D"][:, None] * x
+
+
+def short_convolution(new, weights):
+    return convolution(new["x"], weights)
+
+
+def rg_lru(new, weights):
+    state, states = 0.0, []
+    for x, log_a in zip(new["x"], new["log_a"], strict=True):
+        state = np.exp(log_a) * state + np.sqrt(1 - np.exp(2 * log_a)) * x
+        states.append(state)
+    return np.array(states)
+
+
+def delta_case(key_heads=HEADS, decay="head", **options):
+    channels = 2 * key_heads * KEY_DIM + HEADS * WIDTH
+    kind = kv.GatedDeltaNet(
+        HEADS, WIDTH, key_dim=KEY_DIM, num_key_heads=key_heads, decay=decay, max_rollback=DRAFTS, **options
+    )
+    g = (HEADS, KEY_DIM) if decay == "channel" else (HEADS,)
+    inputs = {"x": (channels,), "g": g, "beta": (HEADS,)}
+    return Case(kind, inputs, {"conv": (KERNEL, channels)}, functools.partial(delta_net, key_heads))
+
+
+CHANNELS = HEADS * WIDTH + 4 * KEY_DIM
+CASES = {
+    "gated-delta": delta_case(2),
+    "kimi-delta": delta_case(decay="channel"),
+    "mamba-2": Case(
+        kv.Mamba2(HEADS, WIDTH, state_dim=KEY_DIM, num_groups=2, max_rollback=DRAFTS),
+        {"x": (CHANNELS,), "dt": (HEADS,)},
+        {"conv": (KERNEL, CHANNELS), "bias": (CHANNELS,), "A": (HEADS,), "D": (HEADS,)},
+        mamba2,
+    ),
+    "convolution": Case(
+        kv.ShortConvolution(WIDTH, kernel=3, max_rollback=DRAFTS),
+        {"x": (WIDTH,)},
+        {"conv": (3, WIDTH), "bias": (WIDTH,)},
+        short_convolution,
+    ),
+    "rg-lru": Case(kv.RGLRU(WIDTH, max_rollback=DRAFTS), {"x": (WIDTH,), "log_a": (WIDTH,)}, {}, rg_lru),
+    "bfloat16": delta_case(2, dtype="bfloat16"),
+}
+
+
+def draw(shapes, *leading, seed=0):
+    rng, drawn = np.random.default_rng(seed), {}
+    ranges = {
+        "g": lambda x: -np.exp(1.5 * x - 2.5),
+        "log_a": lambda x: -np.exp(1.5 * x - 2.5),
+        "beta": lambda x: 1 / (1 + np.exp(-x)),
+        "dt": lambda x: np.exp(x - 3),
+        "A": lambda x: -np.exp(x + 1),
+    }
+    for name, shape in shapes.items():
+        x = rng.normal(size=(*leading, *shape))
+        drawn[name] = ranges.get(name, lambda x: x)(x).astype(np.float32)
+    return drawn
+
+
+INPUTS = {name: draw(case.inputs, ROWS, LENGTH, seed=i) for i, (name, case) in enumerate(CASES.items())}
+WEIGHTS = {name: draw(case.weights, seed=20 + i) or None for i, (name, case) in enumerate(CASES.items())}
+
+
+def config_of(names):
+    layers = [kv.FullAttention(1, 1), *(CASES[name].kind for name in names)]
+    sizes = dict(num_blocks=ROWS * LENGTH // BLOCK + ROWS, block_size=BLOCK, max_seq_len=LENGTH)
+    return kv.CacheConfig(layers, max_seqs=ROWS, max_query_len=20, **sizes)
+
+
+@functools.partial(jax.jit, static_argnames="width", donate_argnums=0)
+def run(cache, num_new, new, width):
+    """Computes the next tokens of each row, padded to the width, or packed where there is none."""
+    tokens = {"num_tokens": PACKED} if width is None else {"max_new": width}
+    cache, step = kv.extend(cache, num_new, **tokens)
+    cache, outs = poison(cache), {}
+    for name in new:
+        layer = 1 + [*CASES].index(name)
+        cache, outs[name] = kv.recurrence(cache, layer, new[name], step, weights=WEIGHTS[name])
+    return cache, step.status, outs
+
+
+def padded(pieces, width):
+    """Pieces of rows as a step of the width takes them, NaN where there is no token."""
+    if width is None:
+        pieces, width = [np.concatenate(pieces)], PACKED
+    ends = [np.full((width - len(piece), *piece.shape[1:]), np.nan, np.float32) for piece in pieces]
+    return np.stack([np.concatenate(both) for both in zip(pieces, ends, strict=True)])
+
+
+# Tokens of each row; with drafts, which are taken back at once.
+STEPS = [
+    ([20, 7, 0], False), ([1, 0, 1], False), ([3, 3, 3], True), ([1, 1, 1], False), ([0, 13, 20], False),
+    ([2, 3, 1], True), ([3, 1, 2], False), ([1, 1, 1], False), ([2, 1, 3], True), ([1, 3, 1], False),
+    ([13, 20, 7], False), ([1, 1, 0], False), ([3, 0, 3], True), ([3, 2, 1], False), ([1, 1, 3], False),
+    ([7, 2, 9], False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("names", "is_packed"),
+    [([*CASES][:-1], False), pytest.param([*CASES], True, marks=pytest.mark.slow)],
+    ids=["padded", "packed"],
+)
+def test_rows_in_pieces_give_the_recurrence(names, is_packed):
+    cache, lengths = kv.init(config_of(names)), np.zeros(ROWS, int)
+    cache, _ = kv.allocate(cache, range(ROWS), [0] * ROWS)
+    found = {name: [[] for _ in range(ROWS)] for name in names}
+    for num_new, is_draft in STEPS:
+        starts, ends = lengths, lengths + num_new
+        width = None if is_packed else 3 if max(num_new) <= 3 else 20
+
+        def piece(x, ends=ends, width=width, starts=starts, scale=0.5 if is_draft else 1):
+            rows = [scale * x[row, starts[row] : ends[row]] for row in range(ROWS)]
+            new = padded(rows, width)
+            return new[0] if width is None else new
+
+        new = jax.tree.map(piece, {name: INPUTS[name] for name in names})
+        cache, status, outs = run(cache, np.int32(num_new), new, width)
+        assert not np.any(status[np.array(num_new) > 0])
+        if is_draft:
+            cache, status = kv.truncate(cache, range(ROWS), lengths)
+            assert not np.any(status)
+            continue
+        lengths = ends
+        for name, out in outs.items():
+            firsts = np.cumsum(num_new) - num_new
+            for row, (first, num) in enumerate(zip(firsts, num_new, strict=True)):
+                found[name][row].append(out[first : first + num] if is_packed else out[row, :num])
+    assert kv.check_invariants(cache) == [] and lengths.min() > 5 * BLOCK
+    for name in names:
+        errors = []
+        for row in range(ROWS):
+            new = {key: x[row, : lengths[row]].astype(np.float64) for key, x in INPUTS[name].items()}
+            expected = CASES[name].outputs(new, WEIGHTS[name] or {})
+            errors.append(off(np.concatenate(found[name][row]), expected))
+        least, most = (1e-4, 0.1) if name == "bfloat16" else (0, 1e-5)
+        assert least < max(errors) < most, name
+
+
+def start_of_row(kind, num_entries):
+    """What `advance` reads where a row begins."""
+    point = {name: jnp.zeros(array.shape, array.dtype) for name, array in kind.point(jnp.float32).items()}
+    entry = kind.entry(num_entries, jnp.float32)
+    return point, {name: jnp.zeros(array.shape, array.dtype) for name, array in entry.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*CASES][:-1])
+def test_gradients_pass_through_a_kind_with_padding(name):
+    kind = CASES[name].kind
+    point, held = start_of_row(kind, BLOCK if kind.has_points else kind.reach)
+    new = jax.tree.map(
+        lambda x: np.where(np.arange(5).reshape(5, *[1] * (x.ndim - 2)) < 3, x[0, :5], 0), INPUTS[name]
+    )
+
+    def total(point, held, new, weights):
+        out, entries = kind.advance(point, held, jnp.int32(0), new, weights)
+        return sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves((out[:3], entries)))
+
+    grads = jax.jit(jax.grad(total, argnums=(0, 1, 2, 3)))(point, held, new, WEIGHTS[name])
+    assert all(np.isfinite(grad).all() for grad in jax.tree.leaves(grads))
+    assert all(np.any(grad) for grad in jax.tree.leaves(grads[2]))
+
+
+def test_kinds_are_exported_by_their_fields():
+    config = config_of(CASES)
+    assert config_from_json(config_to_json(config)) == config
+    assert [CASES[name].kind.has_points for name in CASES] == [True, True, True, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: kv.GatedDeltaNet(4, 8, key_dim=0), "key_dim is 0, expected at least 1"),
+        (lambda: kv.GatedDeltaNet(4, 8, key_dim=8, num_key_heads=3), "num_key_heads is 3, expected a"),
+        (lambda: kv.GatedDeltaNet(4, 8, key_dim=8, kernel=1), "kernel is 1, expected at least 2"),
+        (lambda: kv.GatedDeltaNet(4, 8, key_dim=8, decay="row"), "decay is 'row', expected 'head' or"),
+        (lambda: kv.GatedDeltaNet(4, 8, key_dim=8, max_rollback=-1), "max_rollback is -1, expected at"),
+        (lambda: kv.Mamba2(4, 8, state_dim=8, num_groups=3), "num_groups is 3, expected a divisor of"),
+        (lambda: kv.Mamba2(4, 8, state_dim=8, kernel=0), "kernel is 0, expected at least 2"),
+        (lambda: kv.ShortConvolution(0, kernel=3), "num_channels is 0, expected at least 1"),
+        (lambda: kv.ShortConvolution(4, kernel=1), "kernel is 1, expected at least 2"),
+        (lambda: kv.RGLRU(0), "width is 0, expected at least 1"),
+    ],
+)  # fmt: skip
+def test_fields_without_a_meaning_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("name", "new", "weights", "message"),
+    [
+        ("gated-delta", {"beta": None}, {}, r"new inputs of GatedDeltaNet per .* expected .*'beta': \(4,\)"),
+        ("kimi-delta", {"g": (HEADS,)}, {}, r"'g': \(4,\).* expected .*'g': \(4, 6\)"),
+        ("mamba-2", {"z": (3,)}, {}, r"'z': \(3,\).*, expected \{'x': \(44,\), 'dt': \(4,\)\}"),
+        ("mamba-2", {}, {"D": None}, r"weights of Mamba2 are .*'D': \(4,\).*; 'bias' may be left out"),
+        ("mamba-2", {}, {"bias": (3,)}, r"'bias': \(3,\).*, expected .*'bias': \(44,\)"),
+        ("convolution", {}, {"conv": (4, WIDTH)}, r"'conv': \(4, 5\).*, expected \{'conv': \(3, 5\)"),
+        ("convolution", {}, None, "weights of ShortConvolution are None, expected"),
+        ("rg-lru", {"log_a": (2,)}, {}, r"'log_a': \(2,\).*, expected .*'log_a': \(5,\)"),
+        ("rg-lru", {}, {"conv": (4,)}, "weights are given and RGLRU layers take none, expected weights=None"),
+    ],
+)  # fmt: skip
+def test_arrays_that_do_not_fit_are_refused(name, new, weights, message):
+    """Each differs from what fits in one array: another shape, or None for one that is missing."""
+    case = CASES[name]
+
+    def changed(shapes, changes, *leading):
+        shapes = {key: shape for key, shape in (shapes | changes).items() if shape is not None}
+        return {key: np.ones((*leading, *shape), np.float32) for key, shape in shapes.items()}
+
+    new = changed(case.inputs, new, 2)
+    weights = None if weights is None else changed(case.weights, weights) or None
+    with pytest.raises(ValueError, match=message):
+        case.kind.advance(*start_of_row(case.kind, BLOCK), jnp.int32(0), new, weights)
