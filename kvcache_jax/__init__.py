@@ -8,7 +8,7 @@ Its rooms, each of which imports only those above it; a public operation's file 
 * `quantised`: keys and values in fewer bits: `Quantised` and its formats
 * `core`: the parts of a cache: config, every array of the state, status, checks of arguments, backends
 * `blocks`: owners of blocks, and the movement of keys and values
-* `attention`: `write`, `attend`, `attention`, `recurrence`, `gather`, `attention_scores`; XLA, gradients, kernels
+* `attention`: `write`, `attend`, `attention`, `recurrence`, `gather`, `attention_scores`; XLA and kernels
 * `prefix`: blocks found by their contents: hashes, the index, eviction
 * `operations`: `allocate`, `extend`, `fork`, `commit` and the others, a file each
 * `inspect`: invariants, block maps, reasons for a miss

@@ -102,7 +102,10 @@ OF_OTHERS = {
         kv.CacheConfig([kv.FullAttention(2, 8)], **SIZES, extras=[kv.compression.Dropping()]),
         lambda cache: kv.compression.drop_to_utilization(cache, 0.5),
     ),
-    "recurrence": (STATES, lambda cache: kv.recurrence(cache, 1, {"token": TOKENS}, _step_of_states())),
+    "recurrence": (
+        STATES,
+        lambda cache: kv.recurrence(cache, 1, {"token": TOKENS.astype(np.uint32)}, _step_of_states()),
+    ),
     "write_source": (
         kv.CacheConfig([kv.FullAttention(2, 8), kv.CrossAttention(2, 8, max_source_len=2)], **SIZES),
         lambda cache: kv.write_source(cache, ROWS, K[None], K[None], ONES),

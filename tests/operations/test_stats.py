@@ -43,6 +43,7 @@ def test_figures():
         num_block_hits=0,
         num_token_queries=0,
         num_token_hits=0,
+        num_tokens_without_state=0,
         bytes_used=6 * block_bytes[0] + 4 * block_bytes[1],
         bytes_cached=0,
         bytes_total=20 * block_bytes[0] + 5 * block_bytes[1],
