@@ -9,7 +9,7 @@ from models.config import DecoderConfig, Latents
 from models.layers import Linear, RMSNorm, residual_gain
 from models.rope import Rotation, rotate
 
-Place = tuple[int, jax.Array]
+Place = int | tuple[int, jax.Array]
 """Of a layer in the cache: its group, and i32[], the index in it."""
 
 MOST_ABSORBED = 128

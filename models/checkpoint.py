@@ -28,7 +28,7 @@ from flax import nnx
 
 from models.config import DecoderConfig
 from models.config_json import read_config, read_dtype, write_config
-from models.decoder import Decoder
+from models.decoder import Decoder, is_on_gpu, stacked, unstacked
 from models.json_object import CheckpointError, JsonObject
 from models.tensor_names import EMBEDDING, OUTER, UNEMBEDDING, layer_tensor
 from models.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
@@ -45,7 +45,13 @@ _EMBEDDING_TENSOR, _UNEMBEDDING_TENSOR = f"{EMBEDDING}.weight", f"{UNEMBEDDING}.
 _FREQUENCIES = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
 
-def load(folder: str | os.PathLike[str], *, dtype: Any = None, param_dtype: Any = None) -> Decoder:
+def load(
+    folder: str | os.PathLike[str],
+    *,
+    dtype: Any = None,
+    param_dtype: Any = None,
+    is_stacked: bool | None = None,
+) -> Decoder:
     """Reads a model.
 
     Args:
@@ -53,6 +59,8 @@ def load(folder: str | os.PathLike[str], *, dtype: Any = None, param_dtype: Any 
       dtype: Of the computation. Default: what config.json says, else float32.
       param_dtype: Of the parameters, which are converted to it, but for the corrections of routers, which are
         float32. Default: `dtype`.
+      is_stacked: Whether the layers are stacked, see `Decoder`. Default: as decoding wants them on the device
+        that they are read to, on GPUs each by itself.
 
     Raises:
       CheckpointError: a file is missing, truncated or no such file; a tensor is missing, misshapen or
@@ -61,9 +69,12 @@ def load(folder: str | os.PathLike[str], *, dtype: Any = None, param_dtype: Any 
     """
     folder = pathlib.Path(folder)
     config = load_config(folder, dtype=dtype, param_dtype=param_dtype)
-    abstract = jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    if is_stacked is None:
+        is_stacked = not is_on_gpu(jnp.zeros(()))
+    layout = stacked if is_stacked else unstacked
+    abstract = jax.eval_shape(lambda: layout(Decoder(config, rngs=nnx.Rngs(0))))
     leaves, structure = jax.tree_util.tree_flatten_with_path(abstract)
-    wanted = [(_source(config, path), leaf) for path, leaf in leaves]
+    wanted = [(_source(abstract, path), leaf) for path, leaf in leaves]
     with contextlib.ExitStack() as stack:
         stored = _open(folder, stack)
         if config.tie_embeddings and _EMBEDDING_TENSOR not in stored and _UNEMBEDDING_TENSOR in stored:
@@ -104,7 +115,7 @@ def save(folder: str | os.PathLike[str], decoder: Decoder, tokenizer: Tokenizer 
         values["eos_token_id"] = list(tokenizer.stop_tokens)
     tensors = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(decoder)[0]:
-        source, value = _source(decoder.config, path), np.asarray(leaf)
+        source, value = _source(decoder, path), np.asarray(leaf)
         for index, name in source.tensors.items():
             # safetensors writes memory as it lies: a transposed view would come back untransposed.
             tensors[name] = np.ascontiguousarray(value[index].T if source.is_transposed else value[index])
@@ -201,8 +212,8 @@ class _Source(NamedTuple):
     """Where the files have a leaf of `Decoder`.
 
     Attributes:
-      tensors: Names by their places in the leaf: `()` for all of it, `(layer,)` or `(layer, expert)` where
-        those of many layers, or of their experts, are stacked in it.
+      tensors: Names by their places in the leaf: `()` for all of it, `(layer,)`, `(expert,)` or
+        `(layer, expert)` where those of many layers, or of their experts, are stacked in it.
       is_transposed: Stored `[out, in]`.
     """
 
@@ -215,14 +226,18 @@ class _Source(NamedTuple):
         return shape[::-1] if self.is_transposed else shape
 
 
-def _source(config: DecoderConfig, path: tuple[Any, ...]) -> _Source:
+def _source(decoder: Decoder, path: tuple[Any, ...]) -> _Source:
+    config = decoder.config
     *modules, last = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value").split(".")
     if not modules:
         return _Source({(): f"{OUTER[last]}.weight"}, False)
     if modules[0] != "layers":
         return _Source({(): f"{OUTER['.'.join(modules)]}.weight"}, False)
-    name, run = layer_tensor(config, ".".join(modules[2:]), last), config.runs[int(modules[1])]
-    tensors = {(i,): f"model.layers.{layer_id}.{name}" for i, layer_id in enumerate(run.layer_ids)}
+    name, nth = layer_tensor(config, ".".join(modules[2:]), last), int(modules[1])
+    tensors = {(): f"model.layers.{nth}.{name}"}
+    if decoder.is_stacked:
+        layer_ids = config.runs[nth].layer_ids
+        tensors = {(i,): f"model.layers.{layer_id}.{name}" for i, layer_id in enumerate(layer_ids)}
     if config.experts is not None and "{expert}" in name:
         experts = range(config.experts.num_experts)
         tensors = {(*i, e): each.format(expert=e) for i, each in tensors.items() for e in experts}

@@ -29,7 +29,18 @@ from models.layers import MLP, RMSNorm, normal, soft_capped
 from models.mixture import Mixture
 from models.rope import Rotation, rotation
 
-__all__ = ["Decoder", "DecoderConfig", "Layer", "cache_config", "forward", "rotations", "single_layers"]
+__all__ = [
+    "Decoder",
+    "DecoderConfig",
+    "Layer",
+    "cache_config",
+    "for_decoding",
+    "forward",
+    "rotations",
+    "single_layers",
+    "stacked",
+    "unstacked",
+]
 
 
 def cache_config(
@@ -64,7 +75,7 @@ def _layer_kind(config: DecoderConfig, window: int | None, max_rollback: int) ->
     return kv.SlidingWindow(*heads, window=window, max_rollback=max_rollback)
 
 
-def forward(
+def _forward(
     decoder: "Decoder", tokens: jax.Array, cache: kv.Cache, step: kv.Step
 ) -> tuple[jax.Array, kv.Cache]:
     """Stores the step's tokens in the cache and predicts the token after each of them.
@@ -84,15 +95,19 @@ def forward(
 class Decoder(nnx.Module):
     """Embedding, layers, norm, logits.
 
-    Parameters have `param_dtype`; matrices are `[in, out]`, embeddings `[vocab_size, hidden_size]`. Those of
-    the layers are stacked: `layers[i]` is one `Layer` that holds all of `config.runs[i]`, each
+    Parameters have `param_dtype`; matrices are `[in, out]`, embeddings `[vocab_size, hidden_size]`. The
+    layers of a new decoder are stacked: `layers[i]` is one `Layer` that holds all of `config.runs[i]`, each
     parameter `[layers of the run, ...]`. A program holds one period of a run, whatever the model's depth.
+
+    On GPUs XLA copies each matrix out of its stack before it multiplies, at every step. There decoders are
+    `unstacked`: `layers[i]` is layer `i`, and a program holds them all.
     """
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         self.config = config
+        self.is_stacked = True
         self.embedding = normal(config, rngs, (config.vocab_size, config.hidden_size), 0.02)
-        self.layers = nnx.List([_stacked(config, rngs, run) for run in config.runs])
+        self.layers = nnx.List([_new_stack(config, rngs, run) for run in config.runs])
         self.norm = RMSNorm(config, config.hidden_size)
         if not config.tie_embeddings:
             self.unembedding = normal(config, rngs, (config.vocab_size, config.hidden_size), 0.02)
@@ -100,8 +115,12 @@ class Decoder(nnx.Module):
     def __call__(self, tokens: jax.Array, cache: kv.Cache, step: kv.Step) -> tuple[jax.Array, kv.Cache]:
         x = self.embed(tokens)
         turns = rotations(self.config, step.positions)
-        for run, layers in zip(self.config.runs, self.layers, strict=True):
-            x, cache = _compute(run, layers, x, cache, step, turns[run.start :][: run.period])
+        if self.is_stacked:
+            for run, layers in zip(self.config.runs, self.layers, strict=True):
+                x, cache = _compute(run, layers, x, cache, step, turns[run.start :][: run.period])
+        else:
+            for layer_id, (layer, turn) in enumerate(zip(self.layers, turns, strict=True)):
+                x, cache = layer(x, cache, layer_id, step, turn)
         x = self.norm(x)
         unembedding = self.embedding if self.config.tie_embeddings else self.unembedding
         unembedding = unembedding[...].astype(x.dtype)
@@ -126,14 +145,56 @@ def rotations(config: DecoderConfig, positions: jax.Array) -> list[Rotation]:
 
 
 def single_layers(decoder: Decoder) -> list["Layer"]:
-    """Takes the model's layers out of their stacks, each by itself."""
+    """Lists the model's layers, each by itself."""
+    if not decoder.is_stacked:
+        return list(decoder.layers)
     runs = zip(decoder.config.runs, decoder.layers, strict=True)
     return [
         jax.tree.map(lambda x, i=i: x[i], layers) for run, layers in runs for i in range(len(run.layer_ids))
     ]
 
 
-def _stacked(config: DecoderConfig, rngs: nnx.Rngs, run: Run) -> "Layer":
+def stacked(decoder: Decoder) -> Decoder:
+    """Stacks the layers of each run, as for training and for programs that are to be short."""
+    if decoder.is_stacked:
+        return decoder
+    runs = [[decoder.layers[i] for i in run.layer_ids] for run in decoder.config.runs]
+    return _with_layers(decoder, _stacks(runs), is_stacked=True)
+
+
+def unstacked(decoder: Decoder) -> Decoder:
+    """Takes the layers out of their stacks: a copy of their parameters, made once."""
+    return _with_layers(decoder, _singles(decoder), is_stacked=False) if decoder.is_stacked else decoder
+
+
+def for_decoding(decoder: Decoder) -> Decoder:
+    """Lays the layers out as the decoder's device reads them best: on GPUs unstacked, on others as they are.
+
+    A stack and its copy take twice the memory as long as the caller holds the stack; `checkpoint.load` reads
+    layers as its device wants them.
+    """
+    return unstacked(decoder) if is_on_gpu(decoder.embedding[...]) else decoder
+
+
+def is_on_gpu(x: jax.typing.ArrayLike) -> bool:
+    """Tests whether an array is on GPUs."""
+    return isinstance(x, jax.Array) and any(device.platform == "gpu" for device in x.devices())
+
+
+forward = kv.decoding.PreparedForward(_forward, for_decoding)
+"""`_forward`, whose decoders loops of decoding lay out `for_decoding` before they begin."""
+
+_singles = jax.jit(single_layers)
+_stacks = jax.jit(lambda runs: [jax.tree.map(lambda *xs: jnp.stack(xs), *layers) for layers in runs])
+
+
+def _with_layers(decoder: Decoder, layers: list["Layer"], *, is_stacked: bool) -> Decoder:
+    decoder = jax.tree.map(lambda x: x, decoder)  # another object, of the same arrays
+    decoder.layers, decoder.is_stacked = nnx.List(layers), is_stacked
+    return decoder
+
+
+def _new_stack(config: DecoderConfig, rngs: nnx.Rngs, run: Run) -> "Layer":
     """The new layers of a run in one: every parameter `[layers, ...]`."""
     experts = config.layer_experts[run.start]
     return jax.vmap(lambda key: Layer(config, nnx.Rngs(params=key), experts))(
@@ -144,11 +205,7 @@ def _stacked(config: DecoderConfig, rngs: nnx.Rngs, run: Run) -> "Layer":
 def _compute(
     run: Run, layers: "Layer", x: jax.Array, cache: kv.Cache, step: kv.Step, turns: list[Rotation]
 ) -> tuple[jax.Array, kv.Cache]:
-    """Puts `x` through the layers of a run, a period at a time; `turns` are those of a period.
-
-    XLA copies a matrix out of its stack before it multiplies. On GPUs cuBLAS reads it where it is: with
-    `XLA_FLAGS="--xla_gpu_enable_triton_gemm=false --xla_gpu_dot_merger_threshold_mb=0"`.
-    """
+    """Puts `x` through the stacked layers of a run, a period at a time; `turns` are those of a period."""
     places = [cache.config.locate(layer_id) for layer_id in run.layer_ids]  # (group, index in it)
     group_ids = [group_id for group_id, _ in places[: run.period]]
     if [group_id for group_id, _ in places] != group_ids * run.num_repeats:

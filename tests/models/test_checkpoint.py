@@ -53,6 +53,22 @@ def test_every_tensor_arrives_bit_for_bit(family):
     assert num_values == sum(tensor.size for tensor in tensors.values())
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_load_one_by_one_and_are_saved_as_they_were(family, tmp_path, monkeypatch):
+    stack = checkpoint.load(FIXTURES / family)
+    monkeypatch.setattr(checkpoint, "is_on_gpu", lambda x: True)
+    decoder = checkpoint.load(FIXTURES / family)
+    assert [stack.is_stacked, decoder.is_stacked] == [True, False]
+    assert len(decoder.layers) == decoder.config.num_layers
+    for layer, want in zip(decoder.layers, single_layers(stack), strict=True):
+        jax.tree.map(np.testing.assert_array_equal, layer, want)
+    assert checkpoint.load(FIXTURES / family, is_stacked=True).is_stacked
+    for name, each in (("stack", stack), ("single", decoder)):
+        checkpoint.save(tmp_path / name, each)
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("stack", "single")]
+    assert files[0] == files[1]
+
+
 def test_corrections_of_routers_stay_float32(copy_checkpoint):
     """What tells experts apart is less than what bfloat16 does."""
     folder = copy_checkpoint("deepseek_v3_experts")
