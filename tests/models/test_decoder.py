@@ -240,7 +240,7 @@ GEMMA = dict(
     attention_soft_cap=1.5,
     final_soft_cap=2.0,
 )
-EXPERTS = Experts(first_layer=0, num_experts=5, num_used=2, expert_size=7, num_shared=1, weight_scale=2.0)
+EXPERTS = Experts(first_layer=0, num_experts=5, num_used=2, expert_size=7, shared_size=9, weight_scale=2.0)
 LATENTS = dict(
     num_kv_heads=4,
     head_dim=7,
