@@ -9,11 +9,18 @@ from models.config import DecoderConfig, Latents
 from models.layers import Linear, RMSNorm, residual_gain
 from models.rope import Rotation, rotate
 
-Place = tuple[int, jax.Array]
+Place = int | tuple[int, jax.Array]
 """Of a layer in the cache: its group, and i32[], the index in it."""
 
 MOST_ABSORBED = 128
 """New tokens of a row for which there is room: up to here latents are read as they are, beyond expanded."""
+
+
+def new_attention(config: DecoderConfig, rngs: nnx.Rngs) -> "Attention | LatentAttention":
+    """Makes the attention that the model has."""
+    if config.latents is None:
+        return Attention(config, rngs)
+    return LatentAttention(config, rngs, config.latents)
 
 
 class Attention(nnx.Module):
@@ -26,19 +33,23 @@ class Attention(nnx.Module):
         self.q = Linear(config, rngs, config.hidden_size, q_size, use_bias=config.use_qkv_bias)
         self.k = Linear(config, rngs, config.hidden_size, kv_size, use_bias=config.use_qkv_bias)
         self.v = Linear(config, rngs, config.hidden_size, kv_size, use_bias=config.use_qkv_bias)
+        self.gate = Linear(config, rngs, config.hidden_size, q_size) if config.use_attention_gate else None
         self.out = Linear(config, rngs, q_size, config.hidden_size, gain=residual_gain(config))
         self.q_norm = RMSNorm(config, config.head_dim) if config.use_qk_norm else None
         self.k_norm = RMSNorm(config, config.head_dim) if config.use_qk_norm else None
 
     def __call__(
-        self, x: jax.Array, cache: kv.Cache, place: Place, step: kv.Step, rotation: Rotation
+        self, x: jax.Array, cache: kv.Cache, place: Place, step: kv.Step, rotation: Rotation | None
     ) -> tuple[jax.Array, kv.Cache]:
         q, k, v = self.project(x, rotation)
         cache, out = kv.attention(cache, place, q, k, v, step, scale=self.scale, soft_cap=self.soft_cap)
         assert isinstance(out, jax.Array)  # no log-sum-exp was asked for
-        return self.out(out.reshape(*x.shape[:-1], -1)), cache
+        out = out.reshape(*x.shape[:-1], -1)
+        if self.gate is not None:
+            out *= jax.nn.sigmoid(self.gate(x))
+        return self.out(out), cache
 
-    def project(self, x: jax.Array, rotation: Rotation) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def project(self, x: jax.Array, rotation: Rotation | None) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values of tokens."""
         heads = (*x.shape[:-1], -1, self.head_dim)
         q = self.q(x).reshape(heads)  # [..., num_q_heads, head_dim]
@@ -62,15 +73,15 @@ class LatentAttention(nnx.Module):
         hidden_size, heads, eps = config.hidden_size, config.num_q_heads, latents.norm_eps
         q_in, q_size = latents.q_rank or hidden_size, heads * config.head_dim
         self.q_down = Linear(config, rngs, hidden_size, q_in) if latents.q_rank else None
-        self.q_norm = RMSNorm(config, q_in, eps) if latents.q_rank else None
+        self.q_norm = RMSNorm(config, q_in, eps=eps) if latents.q_rank else None
         self.q = Linear(config, rngs, q_in, q_size)
         self.kv_down = Linear(config, rngs, hidden_size, latents.latent_dim + latents.rope_dim)
-        self.kv_norm = RMSNorm(config, latents.latent_dim, eps)
+        self.kv_norm = RMSNorm(config, latents.latent_dim, eps=eps)
         self.kv = Linear(config, rngs, latents.latent_dim, heads * (latents.nope_dim + latents.value_dim))
         self.out = Linear(config, rngs, heads * latents.value_dim, hidden_size, gain=residual_gain(config))
 
     def __call__(
-        self, x: jax.Array, cache: kv.Cache, place: Place, step: kv.Step, rotation: Rotation
+        self, x: jax.Array, cache: kv.Cache, place: Place, step: kv.Step, rotation: Rotation | None
     ) -> tuple[jax.Array, kv.Cache]:
         q_nope, q_rope = self._queries(x, rotation)
         w_k, w_v = self._matrices()
@@ -94,13 +105,13 @@ class LatentAttention(nnx.Module):
             out = _per_head("...hl,lhv->...hv", out, w_v)
         return self.out(out.reshape(*x.shape[:-1], -1)), cache
 
-    def project(self, x: jax.Array, rotation: Rotation) -> tuple[jax.Array, jax.Array, None]:
+    def project(self, x: jax.Array, rotation: Rotation | None) -> tuple[jax.Array, jax.Array, None]:
         """Queries of the vectors themselves (absorbed), and the vectors, of tokens."""
         q_nope, q_rope = self._queries(x, rotation)
         q_nope = _per_head("...hn,lhn->...hl", q_nope, self._matrices()[0])
         return jnp.concatenate([q_nope, q_rope], axis=-1), self._latents(x, rotation), None
 
-    def _queries(self, x: jax.Array, rotation: Rotation) -> tuple[jax.Array, jax.Array]:
+    def _queries(self, x: jax.Array, rotation: Rotation | None) -> tuple[jax.Array, jax.Array]:
         """The parts of queries that are not rotated `[..., heads, nope_dim]` and that are."""
         if self.q_down is not None and self.q_norm is not None:
             x = self.q_norm(self.q_down(x))
@@ -108,7 +119,7 @@ class LatentAttention(nnx.Module):
         q_nope, q_rope = jnp.split(q, [self.latents.nope_dim], axis=-1)
         return q_nope, rotate(q_rope, rotation)
 
-    def _latents(self, x: jax.Array, rotation: Rotation) -> jax.Array:
+    def _latents(self, x: jax.Array, rotation: Rotation | None) -> jax.Array:
         """What the cache holds of tokens, `[..., 1, latent_dim + rope_dim]`."""
         latent, k_rope = jnp.split(self.kv_down(x)[..., None, :], [self.latents.latent_dim], axis=-1)
         return jnp.concatenate([self.kv_norm(latent), rotate(k_rope, rotation)], axis=-1)

@@ -1,15 +1,17 @@
 """Checkpoints in the Hugging Face layout: config.json, *.safetensors, and tokenizer.json where there is one.
 
 Reads the models of `models.families` as they are published: Llama 3.x, Qwen2/2.5, Qwen3, Mistral, Gemma 2,
-Gemma 3 (text), DeepSeek-V2 and V3. Writes a model as the first of these families that has its
-options, so that other programs can open it too. What does not fit is a `CheckpointError` that names the file,
-the tensor or the option; nothing is skipped, padded or guessed.
+Gemma 3 (text), DeepSeek-V2 and V3, and the hybrids Qwen 3.5 (text), Qwen3-Next, Kimi-Linear, Granite 4,
+Nemotron-H and LFM2. Writes a model as the first of these families that has its options, so that other
+programs can open it too. What does not fit is a `CheckpointError` that names the file, the tensor or the
+option; nothing is skipped, padded or guessed.
 
     decoder = checkpoint.load(folder)
     tokenizer = checkpoint.load_tokenizer(folder)
     checkpoint.save(folder, decoder, tokenizer)
 """
 
+import collections
 import contextlib
 import dataclasses
 import json
@@ -27,10 +29,10 @@ import safetensors.numpy
 from flax import nnx
 
 from models.config import DecoderConfig
-from models.config_json import read_config, read_dtype, write_config
-from models.decoder import Decoder
+from models.config_json import find_family, read_config, read_dtype, write_config
+from models.decoder import Decoder, is_on_gpu, stacked, unstacked
 from models.json_object import CheckpointError, JsonObject
-from models.tensor_names import EMBEDDING, OUTER, UNEMBEDDING, layer_tensor
+from models.tensor_names import Names, find_stored
 from models.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 
 __all__ = ["CheckpointError", "load", "load_config", "load_tokenizer", "save", "stored_dtype"]
@@ -40,19 +42,26 @@ _GENERATION = "generation_config.json"
 _TOKENIZER, _OTHER_TOKENIZERS = "tokenizer.json", ("tokenizer.model", "tekken.json", "vocab.json")
 _FLOATS = ("F32", "BF16", "F16")
 
-_EMBEDDING_TENSOR, _UNEMBEDDING_TENSOR = f"{EMBEDDING}.weight", f"{UNEMBEDDING}.weight"
 # Buffers that older programs stored; they follow from config.json.
 _FREQUENCIES = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
 
-def load(folder: str | os.PathLike[str], *, dtype: Any = None, param_dtype: Any = None) -> Decoder:
+def load(
+    folder: str | os.PathLike[str],
+    *,
+    dtype: Any = None,
+    param_dtype: Any = None,
+    is_stacked: bool | None = None,
+) -> Decoder:
     """Reads a model.
 
     Args:
       folder: Has config.json and model.safetensors, or model.safetensors.index.json and its shards.
       dtype: Of the computation. Default: what config.json says, else float32.
-      param_dtype: Of the parameters, which are converted to it, but for the corrections of routers, which are
-        float32. Default: `dtype`.
+      param_dtype: Of the parameters, which are converted to it, but for the corrections of routers and the
+        decays of recurrences, which are float32. Default: `dtype`.
+      is_stacked: Whether the layers are stacked, see `Decoder`. Default: as decoding wants them on the device
+        that they are read to, on GPUs each by itself.
 
     Raises:
       CheckpointError: a file is missing, truncated or no such file; a tensor is missing, misshapen or
@@ -61,26 +70,30 @@ def load(folder: str | os.PathLike[str], *, dtype: Any = None, param_dtype: Any 
     """
     folder = pathlib.Path(folder)
     config = load_config(folder, dtype=dtype, param_dtype=param_dtype)
-    abstract = jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    if is_stacked is None:
+        is_stacked = not is_on_gpu(jnp.zeros(()))
+    layout = stacked if is_stacked else unstacked
+    abstract = jax.eval_shape(lambda: layout(Decoder(config, rngs=nnx.Rngs(0))))
     leaves, structure = jax.tree_util.tree_flatten_with_path(abstract)
-    wanted = [(_source(config, path), leaf) for path, leaf in leaves]
+    names = find_family(folder / _CONFIG).tensor_names(config)
+    wanted = [(_source(abstract, names, path, leaf.shape), leaf) for path, leaf in leaves]
+    shapes = _file_shapes([source for source, _ in wanted])
+    embedding, unembedding = (find_stored(names, name).names[0] for name in ("embedding", "unembedding"))
     with contextlib.ExitStack() as stack:
         stored = _open(folder, stack)
-        if config.tie_embeddings and _EMBEDDING_TENSOR not in stored and _UNEMBEDDING_TENSOR in stored:
-            stored[_EMBEDDING_TENSOR] = stored.pop(_UNEMBEDDING_TENSOR)  # some programs write only the other
-        names = [name for source, _ in wanted for name in source.tensors.values()]
-        _check_names(folder, stored, names, config)
-        for source, leaf in wanted:
-            for name in source.tensors.values():
-                stored[name].check(source.file_shape(leaf.shape))
-        if config.tie_embeddings and _UNEMBEDDING_TENSOR in stored:
-            _check_same(folder, stored[_EMBEDDING_TENSOR], stored[_UNEMBEDDING_TENSOR])
+        if config.tie_embeddings and embedding not in stored and unembedding in stored:
+            stored[embedding] = stored.pop(unembedding)  # some programs write only the other
+        # Some programs write a tied matrix twice.
+        _check_names(folder, stored, shapes, {unembedding} if config.tie_embeddings else set())
+        for name, shape in shapes.items():
+            stored[name].check(shape)
+        if config.tie_embeddings and unembedding in stored:
+            _check_same(folder, stored[embedding], stored[unembedding])
         values = []
         for source, leaf in wanted:
             value = np.empty(leaf.shape, leaf.dtype)
-            for index, name in source.tensors.items():
-                tensor = stored[name].read()
-                value[index] = tensor.T if source.is_transposed else tensor
+            for place, name in source.tensors.items():
+                value[place] = source.from_file(stored[name].read())
             values.append(jnp.asarray(value))
     return jax.tree.unflatten(structure, values)
 
@@ -99,15 +112,17 @@ def save(folder: str | os.PathLike[str], decoder: Decoder, tokenizer: Tokenizer 
       CheckpointError: no family has the model's options, or the weights cannot be written.
     """
     folder = pathlib.Path(folder)
-    values = write_config(decoder.config)
+    values, family = write_config(decoder.config)
     if tokenizer is not None and tokenizer.stop_tokens:
         values["eos_token_id"] = list(tokenizer.stop_tokens)
-    tensors = {}
-    for path, leaf in jax.tree_util.tree_flatten_with_path(decoder)[0]:
-        source, value = _source(decoder.config, path), np.asarray(leaf)
-        for index, name in source.tensors.items():
-            # safetensors writes memory as it lies: a transposed view would come back untransposed.
-            tensors[name] = np.ascontiguousarray(value[index].T if source.is_transposed else value[index])
+    names = family.tensor_names(decoder.config)
+    leaves = [(path, np.asarray(leaf)) for path, leaf in jax.tree_util.tree_flatten_with_path(decoder)[0]]
+    sources = [(_source(decoder, names, path, leaf.shape), leaf) for path, leaf in leaves]
+    shapes, tensors = _file_shapes([source for source, _ in sources]), {}
+    for source, leaf in sources:
+        for place, name in source.tensors.items():
+            tensor = tensors.setdefault(name, np.empty(shapes[name], leaf.dtype))
+            source.into_file(leaf[place], tensor)
     folder.mkdir(parents=True, exist_ok=True)
     has_file = isinstance(tokenizer, FileTokenizer)
     names = (_WEIGHTS, _TOKENIZER, _CONFIG) if has_file else (_WEIGHTS, _CONFIG)
@@ -201,32 +216,80 @@ class _Source(NamedTuple):
     """Where the files have a leaf of `Decoder`.
 
     Attributes:
-      tensors: Names by their places in the leaf: `()` for all of it, `(layer,)` or `(layer, expert)` where
-        those of many layers, or of their experts, are stacked in it.
+      tensors: Names by their places in the leaf: those of layers and experts that are stacked in it, and of
+        tensors that have a share of its outputs each.
+      shape: Of a tensor, where it has no other outputs.
       is_transposed: Stored `[out, in]`.
+      rows: Which outputs of a tensor the leaf has; None for all.
+      unit_axes: Axes of length 1 that a tensor has besides.
     """
 
-    tensors: dict[tuple[int, ...], str]
+    tensors: dict[tuple[Any, ...], str]
+    shape: tuple[int, ...]
     is_transposed: bool
+    rows: np.ndarray | None
+    unit_axes: tuple[int, ...]
 
-    def file_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Of one tensor, where the leaf has this shape."""
-        shape = shape[len(next(iter(self.tensors))) :]
-        return shape[::-1] if self.is_transposed else shape
+    @property
+    def out_axis(self) -> int:
+        """The axis of outputs in a tensor without unit axes."""
+        return -2 if self.is_transposed else -1
+
+    def file_shape(self, num_outputs: int) -> tuple[int, ...]:
+        """Computes the shape of a tensor with all its outputs."""
+        shape = list(self.shape)
+        shape[self.out_axis] = num_outputs
+        for axis in self.unit_axes:
+            shape.insert(axis, 1)
+        return tuple(shape)
+
+    def from_file(self, tensor: np.ndarray) -> np.ndarray:
+        """Returns what a place of the leaf has of a tensor."""
+        tensor = np.squeeze(tensor, self.unit_axes)
+        if self.rows is not None:
+            tensor = np.take(tensor, self.rows, self.out_axis)
+        return np.swapaxes(tensor, -1, -2) if self.is_transposed else tensor
+
+    def into_file(self, part: np.ndarray, tensor: np.ndarray) -> None:
+        """Writes what a place of the leaf has into a tensor."""
+        part = np.swapaxes(part, -1, -2) if self.is_transposed else part
+        rows = slice(None) if self.rows is None else self.rows
+        outputs = np.moveaxis(np.squeeze(tensor, self.unit_axes), self.out_axis, 0)
+        outputs[rows] = np.moveaxis(part, self.out_axis, 0)
 
 
-def _source(config: DecoderConfig, path: tuple[Any, ...]) -> _Source:
-    *modules, last = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value").split(".")
-    if not modules:
-        return _Source({(): f"{OUTER[last]}.weight"}, False)
-    if modules[0] != "layers":
-        return _Source({(): f"{OUTER['.'.join(modules)]}.weight"}, False)
-    name, run = layer_tensor(config, ".".join(modules[2:]), last), config.runs[int(modules[1])]
-    tensors = {(i,): f"model.layers.{layer_id}.{name}" for i, layer_id in enumerate(run.layer_ids)}
-    if config.experts is not None and "{expert}" in name:
-        experts = range(config.experts.num_experts)
-        tensors = {(*i, e): each.format(expert=e) for i, each in tensors.items() for e in experts}
-    return _Source(tensors, last == "kernel")
+def _source(decoder: Decoder, names: Names, path: tuple[Any, ...], shape: tuple[int, ...]) -> _Source:
+    parameter = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
+    prefixes: dict[tuple[int, ...], str] = {(): ""}
+    if parameter.startswith("layers."):
+        _, nth, parameter = parameter.split(".", 2)
+        prefixes = {(): f"{names['layers']}.{nth}."}
+        if decoder.is_stacked:
+            layer_ids = decoder.config.stacks[int(nth)]
+            prefixes = {(i,): f"{names['layers']}.{layer_id}." for i, layer_id in enumerate(layer_ids)}
+    stored, experts = find_stored(names, parameter), decoder.config.experts
+    if experts is not None and "{expert}" in stored.names[0]:
+        prefixes = {(*i, e): prefix for i, prefix in prefixes.items() for e in range(experts.num_experts)}
+    num_shares, num_axes = len(stored.names), len(next(iter(prefixes)))
+    size = shape[-1] // num_shares
+    shares = [(..., slice(i * size, (i + 1) * size)) if num_shares > 1 else () for i in range(num_shares)]
+    tensors = {
+        (*place, *share): prefix + name.format(expert=place[-1] if place else None)
+        for place, prefix in prefixes.items()
+        for share, name in zip(shares, stored.names, strict=True)
+    }
+    shape, is_transposed = (*shape[num_axes:-1], size), parameter.endswith(".kernel")
+    shape = (*shape[:-2], shape[-1], shape[-2]) if is_transposed else shape
+    return _Source(tensors, shape, is_transposed, stored.rows, stored.unit_axes)
+
+
+def _file_shapes(sources: list[_Source]) -> dict[str, tuple[int, ...]]:
+    """The shapes of tensors by name; the outputs of one are those of all leaves that share it."""
+    names = [(source, name) for source in sources for name in source.tensors.values()]
+    num_outputs = collections.Counter()
+    for source, name in names:
+        num_outputs[name] += source.shape[source.out_axis]
+    return {name: source.file_shape(num_outputs[name]) for source, name in names}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -292,14 +355,12 @@ def _open_file(path: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, _Te
 
 
 def _check_names(
-    folder: pathlib.Path, stored: dict[str, _Tensor], wanted: list[str], config: DecoderConfig
+    folder: pathlib.Path, stored: dict[str, _Tensor], wanted: Collection[str], allowed: set[str]
 ) -> None:
-    missing, unknown = set(wanted) - stored.keys(), stored.keys() - set(wanted)
+    missing, unknown = set(wanted) - stored.keys(), stored.keys() - set(wanted) - allowed
     if missing:
         raise CheckpointError(f"{folder} has no tensor {_few(missing)}")
     unknown = {name for name in unknown if not _FREQUENCIES.fullmatch(name)}
-    if config.tie_embeddings:
-        unknown -= {_UNEMBEDDING_TENSOR}  # some programs write a tied matrix twice
     if unknown:
         raise CheckpointError(f"{folder} has the unknown tensor {_few(unknown)}")
 

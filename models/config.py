@@ -1,16 +1,21 @@
 """What a decoder is: its sizes and options."""
 
 import dataclasses
-from typing import Any
+import itertools
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+import kvcache_jax as kv
 from models.checks import check_positive, check_positive_or_none, float_dtype
 from models.layer_runs import Run, layer_runs
 from models.rope import Rope
 
-ACTIVATIONS = ("silu", "gelu_tanh")
+ACTIVATIONS = ("silu", "gelu_tanh", "relu2")
 """Names that `DecoderConfig.mlp_activation` takes."""
+
+ATTENTION, RECURRENCE = "attention", "recurrence"
+"""What mixes the tokens of a layer, see `DecoderConfig.mixers`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,7 +57,8 @@ class Experts:
       num_experts: Experts of a layer.
       num_used: Experts that a token uses.
       expert_size: Width inside an expert.
-      num_shared: How many times as wide the MLP is that all tokens use.
+      shared_size: Width inside the MLP that all tokens use.
+      use_shared_gate: Whether each token weighs what that MLP says (Qwen3-Next).
       is_sigmoid: Whether scores are sigmoids, a learned correction is added to them for the choice, and a
         group counts as its two best experts (DeepSeek-V3); else a softmax scores, and it counts as its best.
       num_groups: Groups of experts side by side, equally large.
@@ -65,7 +71,8 @@ class Experts:
     num_experts: int
     num_used: int
     expert_size: int
-    num_shared: int
+    shared_size: int
+    use_shared_gate: bool = False
     is_sigmoid: bool = False
     num_groups: int = 1
     num_used_groups: int = 1
@@ -73,7 +80,7 @@ class Experts:
     weight_scale: float = 1.0
 
     def __post_init__(self):
-        check_positive(self, "num_experts", "num_used", "expert_size", "num_shared", "num_groups")
+        check_positive(self, "num_experts", "num_used", "expert_size", "shared_size", "num_groups")
         check_positive(self, "num_used_groups", "weight_scale")
         least = 2 * self.num_groups if self.is_sigmoid and self.num_groups > 1 else self.num_groups
         if self.num_experts % self.num_groups or self.num_experts < least:
@@ -88,6 +95,20 @@ class Experts:
         most = self.num_experts // self.num_groups * self.num_used_groups
         if self.num_used > most:
             raise ValueError(f"num_used is {self.num_used}, expected at most the {most} of a token's groups")
+
+
+class Parts(NamedTuple):
+    """What a layer consists of.
+
+    Attributes:
+      mixer: `ATTENTION`, `RECURRENCE` or None.
+      has_mlp: Whether it has an MLP, or experts.
+      experts: In place of an MLP; else None.
+    """
+
+    mixer: str | None
+    has_mlp: bool
+    experts: Experts | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,7 +126,10 @@ class DecoderConfig:
         `nope_dim + rope_dim`.
       max_seq_len: Longest sequence that the model is meant for.
       windows: Per layer the tokens in reach, None for all of them; empty if it is None everywhere.
-      rope: The rotations.
+      recurrence: The kind of recurrent layers, `kv.GatedDeltaNet`, `kv.Mamba2` or `kv.ShortConvolution`.
+      mixers: Per layer what mixes tokens, `ATTENTION` or `RECURRENCE`; empty if it is attention everywhere.
+      has_split_layers: Whether a layer is a mixer or an MLP, None in `mixers`, but not both (Nemotron-H).
+      rope: The rotations; None for keys and queries that are not rotated.
       window_rope: Those of layers with a window, where they differ (Gemma 3); else None.
       latents: Multi-head latent attention (DeepSeek); None for keys and values of their own.
       experts: Mixtures of experts in place of later layers' MLPs (DeepSeek); None for MLPs everywhere.
@@ -114,11 +138,14 @@ class DecoderConfig:
       use_post_norms: Gemma's norms of what attention and MLP add to the residual stream.
       use_qkv_bias: Qwen2's biases on queries, keys and values.
       use_qk_norm: Norms of each head's query and key (Qwen3, Gemma 3).
-      mlp_activation: Of the gate in an MLP, one of `ACTIVATIONS`.
+      use_attention_gate: Multiplies what attention says by a sigmoid of each token (Qwen3-Next).
+      mlp_activation: In an MLP, one of `ACTIVATIONS`: of its gate, or "relu2" of an MLP without a gate.
       embedding_scale: Multiplies what a token is embedded as (Gemma: the root of `hidden_size`).
+      residual_scale: Multiplies what a layer's parts add to the residual stream (Granite).
       attention_scale: Multiplies the logits of attention; None for `head_dim ** -0.5`.
       attention_soft_cap: Bounds the logits of attention (Gemma 2): `cap * tanh(logits / cap)`.
-      final_soft_cap: Bounds the logits of tokens likewise.
+      logits_divisor: Divides the logits of tokens (Granite).
+      final_soft_cap: Bounds the logits of tokens as those of attention.
       tie_embeddings: Logits come from the token embedding, not from a matrix of their own.
       dtype: Of the computation, float32 or bfloat16. Norms, rotations and logits are float32 inside.
       param_dtype: Of the parameters, float32 or bfloat16.
@@ -134,7 +161,10 @@ class DecoderConfig:
     head_dim: int
     max_seq_len: int = 8192
     windows: tuple[int | None, ...] = ()
-    rope: Rope = Rope()
+    recurrence: kv.Recurrent | None = None
+    mixers: tuple[str | None, ...] = ()
+    has_split_layers: bool = False
+    rope: Rope | None = Rope()
     window_rope: Rope | None = None
     latents: Latents | None = None
     experts: Experts | None = None
@@ -143,10 +173,13 @@ class DecoderConfig:
     use_post_norms: bool = False
     use_qkv_bias: bool = False
     use_qk_norm: bool = False
+    use_attention_gate: bool = False
     mlp_activation: str = "silu"
     embedding_scale: float = 1.0
+    residual_scale: float = 1.0
     attention_scale: float | None = None
     attention_soft_cap: float | None = None
+    logits_divisor: float = 1.0
     final_soft_cap: float | None = None
     tie_embeddings: bool = False
     dtype: Any = jnp.float32
@@ -156,6 +189,8 @@ class DecoderConfig:
     def __post_init__(self):
         is_windowed = any(window is not None for window in self.windows)
         object.__setattr__(self, "windows", tuple(self.windows) if is_windowed else ())
+        is_mixed = any(mixer != ATTENTION for mixer in self.mixers)
+        object.__setattr__(self, "mixers", tuple(self.mixers) if is_mixed else ())
         if not is_windowed or self.window_rope == self.rope:
             object.__setattr__(self, "window_rope", None)
         for name in ("dtype", "param_dtype", "matmul_dtype"):
@@ -164,23 +199,43 @@ class DecoderConfig:
             object.__setattr__(self, name, float_dtype(name, getattr(self, name)))
         check_positive(self, "vocab_size", "hidden_size", "mlp_size", "num_layers", "num_q_heads")
         check_positive(self, "num_kv_heads", "head_dim", "max_seq_len", "norm_eps", "embedding_scale")
+        check_positive(self, "residual_scale", "logits_divisor")
         check_positive_or_none(self, "attention_scale", "attention_soft_cap", "final_soft_cap")
         heads = self.num_q_heads, self.num_kv_heads
         if heads[0] % heads[1]:
             raise ValueError(f"num_q_heads is {heads[0]}, expected a multiple of num_kv_heads = {heads[1]}")
-        if self.latents is None and self.head_dim % 2:
-            raise ValueError(f"head_dim is {self.head_dim}, expected an even number: halves are rotated")
+        if self.latents is None and self.rope is not None and self.rope_dim % 2:
+            share = "" if self.rope.share == 1 else f" and {self.rope.share} of it are rotated"
+            raise ValueError(
+                f"head_dim is {self.head_dim}{share}, expected an even number: halves are rotated"
+            )
         if len(self.windows) not in (0, self.num_layers):
             raise ValueError(f"windows has {len(self.windows)} entries, expected {self.num_layers} or none")
         if self.mlp_activation not in ACTIVATIONS:
             raise ValueError(
                 f"mlp_activation is {self.mlp_activation!r}, expected one of {', '.join(ACTIVATIONS)}"
             )
+        self._check_mixers()
         if self.latents is not None:
             self._check_latents(self.latents)
         first, last = self.experts.first_layer if self.experts else 0, self.num_layers - 1
         if not 0 <= first <= last:
             raise ValueError(f"first_layer is {first}, expected 0 to num_layers - 1 = {last}")
+
+    def _check_mixers(self) -> None:
+        if len(self.mixers) not in (0, self.num_layers):
+            raise ValueError(f"mixers has {len(self.mixers)} entries, expected {self.num_layers} or none")
+        known = (ATTENTION, RECURRENCE, None) if self.has_split_layers else (ATTENTION, RECURRENCE)
+        unknown = [mixer for mixer in self.mixers if mixer not in known]
+        if unknown:
+            raise ValueError(f"mixers has {unknown[0]!r}, expected entries of {', '.join(map(str, known))}")
+        if all(mixer is None for mixer in self.layer_mixers):
+            raise ValueError("mixers is None everywhere, expected a layer that mixes tokens")
+        if (self.recurrence is not None) != (RECURRENCE in self.mixers):
+            raise ValueError(
+                f"recurrence is {self.recurrence} and mixers is {self.mixers}, expected a kind where layers "
+                f"are {RECURRENCE!r}, else None"
+            )
 
     def _check_latents(self, latents: Latents) -> None:
         if self.windows:
@@ -197,9 +252,11 @@ class DecoderConfig:
                 f"head_dim is {self.head_dim}, expected nope_dim + rope_dim = "
                 f"{latents.nope_dim + latents.rope_dim}"
             )
-        unused = [name for name in ("use_qkv_bias", "use_qk_norm") if getattr(self, name)]
+        unused = [
+            name for name in ("use_qkv_bias", "use_qk_norm", "use_attention_gate") if getattr(self, name)
+        ]
         if unused:
-            raise ValueError(f"{unused[0]} is True with latents, expected False: latents have neither")
+            raise ValueError(f"{unused[0]} is True with latents, expected False: latents have none of these")
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
@@ -207,23 +264,51 @@ class DecoderConfig:
         return self.windows or (None,) * self.num_layers
 
     @property
-    def layer_ropes(self) -> tuple[Rope, ...]:
+    def layer_mixers(self) -> tuple[str | None, ...]:
+        """What mixes tokens in each layer."""
+        return self.mixers or (ATTENTION,) * self.num_layers
+
+    @property
+    def layer_ropes(self) -> tuple[Rope | None, ...]:
         """The rotations of each layer."""
         ropes = {True: self.rope, False: self.window_rope or self.rope}
         return tuple(ropes[window is None] for window in self.layer_windows)
 
     @property
-    def layer_experts(self) -> tuple[Experts | None, ...]:
-        """The experts of each layer; None where it has an MLP."""
-        first = self.num_layers if self.experts is None else self.experts.first_layer
-        return tuple(self.experts if layer >= first else None for layer in range(self.num_layers))
+    def layer_parts(self) -> tuple[Parts, ...]:
+        """What each layer consists of."""
+
+        def parts(layer: int, mixer: str | None) -> Parts:
+            has_mlp = mixer is None or not self.has_split_layers
+            has_experts = has_mlp and self.experts is not None and layer >= self.experts.first_layer
+            return Parts(mixer, has_mlp, self.experts if has_experts else None)
+
+        return tuple(parts(layer, mixer) for layer, mixer in enumerate(self.layer_mixers))
 
     @property
     def runs(self) -> tuple[Run, ...]:
-        """The layers whose windows, and with them their rotations, repeat; a run has experts or MLPs."""
-        return layer_runs(tuple(zip(self.layer_windows, self.layer_experts, strict=True)))
+        """The layers whose parts and windows, and with these their rotations, repeat."""
+        return layer_runs(tuple(zip(self.layer_windows, self.layer_parts, strict=True)))
+
+    @property
+    def stacks(self) -> tuple[tuple[int, ...], ...]:
+        """The layers of each stack: those of a run that consist of the same."""
+        of_layer = self.layer_parts
+        return tuple(
+            tuple(layer for layer in run.layer_ids if of_layer[layer] == parts)
+            for run in self.runs
+            for parts in dict.fromkeys(of_layer[run.start :][: run.period])
+        )
+
+    @property
+    def cache_layers(self) -> tuple[int | None, ...]:
+        """The number of each layer in the cache; None for an MLP alone, which keeps nothing."""
+        numbers = itertools.count()
+        return tuple(None if mixer is None else next(numbers) for mixer in self.layer_mixers)
 
     @property
     def rope_dim(self) -> int:
         """Width of what is rotated."""
-        return self.head_dim if self.latents is None else self.latents.rope_dim
+        if self.latents is not None:
+            return self.latents.rope_dim
+        return self.head_dim if self.rope is None else int(self.head_dim * self.rope.share)

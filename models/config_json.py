@@ -11,7 +11,8 @@ from typing import Any
 
 from models.checks import float_dtype
 from models.config import DecoderConfig
-from models.families import deepseek, gemma, llama
+from models.families import deepseek, gemma, granite, kimi, lfm2, llama, nemotron, qwen_next
+from models.families.family import Family
 from models.json_object import CheckpointError, JsonObject
 
 FAMILIES = {
@@ -23,6 +24,12 @@ FAMILIES = {
     "gemma3_text": gemma.GEMMA3,
     "deepseek_v2": deepseek.DEEPSEEK_V2,
     "deepseek_v3": deepseek.DEEPSEEK_V3,
+    "qwen3_5_text": qwen_next.QWEN3_5,
+    "qwen3_next": qwen_next.QWEN3_NEXT,
+    "kimi_linear": kimi.KIMI_LINEAR,
+    "granitemoehybrid": granite.GRANITE_4,
+    "nemotron_h": nemotron.NEMOTRON_H,
+    "lfm2": lfm2.LFM2,
 }
 _SIZES = {
     "vocab_size",
@@ -48,14 +55,23 @@ def read_config(path: pathlib.Path, dtype: Any = None, param_dtype: Any = None) 
     return _read(JsonObject(path), dtype, param_dtype)
 
 
-def _read(values: JsonObject, dtype: Any, param_dtype: Any) -> DecoderConfig:
+def find_family(path: pathlib.Path) -> Family:
+    """Returns the family of a config.json."""
+    return _family_of(JsonObject(path))
+
+
+def _family_of(values: JsonObject) -> Family:
     model_type = values.get("model_type", str)
     if model_type not in FAMILIES:
         raise values.error("model_type", f"one of {', '.join(FAMILIES)}")
-    family = FAMILIES[model_type]
+    return FAMILIES[model_type]
+
+
+def _read(values: JsonObject, dtype: Any, param_dtype: Any) -> DecoderConfig:
+    family = _family_of(values)
     if values.get("architectures", list, [family.architecture]) != [family.architecture]:
         raise values.error("architectures", f"{[family.architecture]}")
-    values = values.with_defaults(family.defaults)
+    values = values.with_defaults(family.defaults).with_entries(family.entries)
     for name, only in family.only.items():
         if values.get(name, object, only) != only:
             raise values.error(name, f"{only!r}: nothing else is implemented")
@@ -65,8 +81,8 @@ def _read(values: JsonObject, dtype: Any, param_dtype: Any) -> DecoderConfig:
     return values.make(DecoderConfig, **options, dtype=dtype, param_dtype=param_dtype)
 
 
-def write_config(config: DecoderConfig) -> dict[str, Any]:
-    """Returns the entries of config.json for a model, as the first family that has its options.
+def write_config(config: DecoderConfig) -> tuple[dict[str, Any], Family]:
+    """Returns the entries of config.json for a model, and the first family that has its options.
 
     Raises:
       CheckpointError: no family has them.
@@ -83,7 +99,7 @@ def write_config(config: DecoderConfig) -> dict[str, Any]:
         except CheckpointError:
             continue
         if again == wanted:
-            return entries
+            return entries, family
     raise CheckpointError(
         f"the model has {_own_options(config)}, expected the options that one of {', '.join(FAMILIES)} has: "
         "a config.json says no others"

@@ -36,16 +36,26 @@ class Linear(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """Scales the last axis to a mean square of 1, then each place by what was learned."""
+    """Scales the last axis, or groups of it, to a mean square of 1, then each place by what was learned."""
 
-    def __init__(self, config: DecoderConfig, size: int, eps: float | None = None):
+    def __init__(
+        self,
+        config: DecoderConfig,
+        size: int,
+        *,
+        eps: float | None = None,
+        offset: float | None = None,
+        num_groups: int = 1,
+    ):
         self.eps = config.norm_eps if eps is None else eps
-        self.offset = config.norm_offset
+        self.offset = config.norm_offset if offset is None else offset
+        self.num_groups = num_groups
         self.scale = nnx.Param(jnp.full(size, 1 - self.offset, config.param_dtype))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        wide = x.astype(jnp.float32)
+        wide = x.astype(jnp.float32).reshape(*x.shape[:-1], self.num_groups, -1)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        wide = wide.reshape(x.shape)
         if not self.offset:
             return wide.astype(x.dtype) * _on_last_axis(self.scale[...].astype(x.dtype), x)
         # Around 1 bfloat16 has fewer places than around 0, where what was learned is stored.
@@ -54,18 +64,29 @@ class RMSNorm(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """A gated one: SwiGLU or GeGLU."""
+    """A gated one, SwiGLU or GeGLU, or squared ReLU without a gate."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, size: int):
         self.activation = config.mlp_activation
-        self.gate = Linear(config, rngs, config.hidden_size, size)
+        self.gate = Linear(config, rngs, config.hidden_size, size) if is_gated(config) else None
         self.up = Linear(config, rngs, config.hidden_size, size)
         self.down = Linear(config, rngs, size, config.hidden_size, gain=residual_gain(config))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        gate = self.gate(x)
-        gate = jax.nn.silu(gate) if self.activation == "silu" else jax.nn.gelu(gate, approximate=True)
-        return self.down(gate * self.up(x))
+        gate = None if self.gate is None else self.gate(x)
+        return self.down(activated(self.activation, self.up(x), gate))
+
+
+def is_gated(config: DecoderConfig) -> bool:
+    """Tests whether MLPs and experts have gates."""
+    return config.mlp_activation != "relu2"
+
+
+def activated(activation: str, up: jax.Array, gate: jax.Array | None) -> jax.Array:
+    """Computes what is inside an MLP; `gate` is None where it has none."""
+    if gate is None:
+        return jnp.square(jax.nn.relu(up))
+    return up * (jax.nn.silu(gate) if activation == "silu" else jax.nn.gelu(gate, approximate=True))
 
 
 def soft_capped(x: jax.Array, cap: float | None) -> jax.Array:

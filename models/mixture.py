@@ -5,23 +5,31 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models.config import DecoderConfig, Experts
-from models.layers import MLP, Linear, residual_gain
+from models.layers import MLP, Linear, activated, is_gated, residual_gain
+
+
+def new_mlp(config: DecoderConfig, rngs: nnx.Rngs, experts: Experts | None) -> "MLP | Mixture":
+    """Makes an MLP, or the mixture of experts in its place."""
+    return MLP(config, rngs, config.mlp_size) if experts is None else Mixture(config, rngs, experts)
 
 
 class Mixture(nnx.Module):
     """Experts of which each token uses those that its router scores best, and an MLP that all tokens use."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, experts: Experts):
-        self.experts, hidden_size = experts, config.hidden_size
+        self.experts, self.activation, hidden_size = experts, config.mlp_activation, config.hidden_size
         num_experts, size = experts.num_experts, experts.expert_size
         self.router = Linear(config, rngs, hidden_size, num_experts, use_bias=experts.is_sigmoid)
         if experts.is_sigmoid:
             # It moves the choice and not the weights, see `_routed`: by less than what bfloat16 tells apart.
             self.router.bias = nnx.Param(jnp.zeros(num_experts, jnp.float32))
-        self.expert_gate = Matrices(config, rngs, num_experts, hidden_size, size)
+        self.expert_gate = (
+            Matrices(config, rngs, num_experts, hidden_size, size) if is_gated(config) else None
+        )
         self.expert_up = Matrices(config, rngs, num_experts, hidden_size, size)
         self.expert_down = Matrices(config, rngs, num_experts, size, hidden_size, residual_gain(config))
-        self.shared = MLP(config, rngs, experts.num_shared * size)
+        self.shared = MLP(config, rngs, experts.shared_size)
+        self.shared_gate = Linear(config, rngs, hidden_size, 1) if experts.use_shared_gate else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         tokens, num_used = x.reshape(-1, x.shape[-1]), self.experts.num_used
@@ -29,11 +37,15 @@ class Mixture(nnx.Module):
         order = jnp.argsort(expert_ids.reshape(-1))  # the tokens of one expert side by side
         lengths = jnp.zeros(self.experts.num_experts, jnp.int32).at[expert_ids.reshape(-1)].add(1)
         rows = tokens[order // num_used]
-        inner = jax.nn.silu(self.expert_gate(rows, lengths)) * self.expert_up(rows, lengths)
+        gate = None if self.expert_gate is None else self.expert_gate(rows, lengths)
+        inner = activated(self.activation, self.expert_up(rows, lengths), gate)
         rows = self.expert_down(inner, lengths).astype(jnp.float32)
         outs = jnp.zeros_like(rows).at[order].set(rows).reshape(*expert_ids.shape, -1)
         mixed = (outs * weights[..., None]).sum(axis=1).astype(x.dtype)
-        return mixed.reshape(x.shape) + self.shared(x)
+        shared = self.shared(x)
+        if self.shared_gate is not None:
+            shared *= jax.nn.sigmoid(self.shared_gate(x))
+        return mixed.reshape(x.shape) + shared
 
     def _routed(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The experts of tokens `[t, hidden_size]`, i32[t, num_used], and their weights f32[t, num_used]."""

@@ -150,14 +150,18 @@ class Rope:
       theta: Base of the wavelengths.
       scaling: `LinearScaling`, `Llama3Scaling` or `YarnScaling`; None for plain rotations.
       is_interleaved: Whether the pairs (2i, 2i + 1) are turned; else (i, i + dim / 2).
+      share: How much of a head is rotated, from its beginning.
     """
 
     theta: float = 10_000.0
     scaling: Scaling | None = None
     is_interleaved: bool = False
+    share: float = 1.0
 
     def __post_init__(self):
         require_positive("rope_theta", self.theta)
+        if not 0 < self.share <= 1:
+            raise ValueError(f"partial_rotary_factor is {self.share}, expected above 0 and at most 1")
         if self.scaling is not None and not self.theta > 1:
             raise ValueError(f"rope_theta is {self.theta}, expected above 1 where rotations are scaled")
 
@@ -192,8 +196,10 @@ class Rotation:
     is_interleaved: bool
 
 
-def rotation(rope: Rope, dim: int, positions: jax.Array) -> Rotation:
+def rotation(rope: Rope | None, dim: int, positions: jax.Array) -> Rotation | None:
     """Computes the angles; positions come from the step, so padding and pieces do not matter."""
+    if rope is None:
+        return None
     angles = positions[..., None, None].astype(jnp.float32)
     frequencies = jnp.asarray(rope.frequencies(dim))
     angles = angles * jax.lax.broadcast_to_rank(frequencies, angles.ndim)
@@ -203,13 +209,19 @@ def rotation(rope: Rope, dim: int, positions: jax.Array) -> Rotation:
     return Rotation(cos, sin, rope.is_interleaved)
 
 
-def rotate(x: jax.Array, rotation: Rotation) -> jax.Array:
-    """Turns the pairs of every head `[..., heads, dim]`."""
-    cos, sin, wide = rotation.cos, rotation.sin, x.astype(jnp.float32)
+def rotate(x: jax.Array, rotation: Rotation | None) -> jax.Array:
+    """Turns the pairs of every head `[..., heads, dim]`; what a head has beyond the rotation stays."""
+    if rotation is None:
+        return x
+    dim = 2 * rotation.cos.shape[-1]
+    cos, sin, wide = rotation.cos, rotation.sin, x[..., :dim].astype(jnp.float32)
     if rotation.is_interleaved:
         first, second = wide[..., 0::2], wide[..., 1::2]
-        turned = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-1).reshape(x.shape)
+        turned = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-1).reshape(
+            wide.shape
+        )
     else:
         first, second = jnp.split(wide, 2, axis=-1)
         turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x.dtype)
+    turned = turned.astype(x.dtype)
+    return turned if dim == x.shape[-1] else jnp.concatenate([turned, x[..., dim:]], axis=-1)

@@ -1,12 +1,33 @@
 """Names that tensors of published checkpoints have, and what `Decoder` calls them."""
 
-from models.config import DecoderConfig
+from collections.abc import Mapping
+from typing import NamedTuple
 
-EMBEDDING, UNEMBEDDING = "model.embed_tokens", "lm_head"
-OUTER = {"embedding": EMBEDDING, "unembedding": UNEMBEDDING, "norm": "model.norm"}
-"""Beside the layers, the last part of the name left out."""
+import numpy as np
 
-_LAYER = {
+
+class Stored(NamedTuple):
+    """Where the files have a parameter of the model, or of each layer.
+
+    Attributes:
+      names: Tensors, each with an equal share of the parameter's outputs; {expert} is each expert.
+      rows: Which outputs of the tensor the parameter has, i64[n], where it shares the tensor with others.
+      unit_axes: Axes of length 1 that the tensors have and the parameter has not.
+    """
+
+    names: tuple[str, ...]
+    rows: np.ndarray | None = None
+    unit_axes: tuple[int, ...] = ()
+
+
+Names = Mapping[str, str | Stored]
+"""Tensors by parameter, or, their last part `.weight` or `.bias` left out, by module."""
+
+NAMES: Names = {
+    "embedding": "model.embed_tokens.weight",
+    "unembedding": "lm_head.weight",
+    "norm": "model.norm",
+    "layers": "model.layers",
     "attention_norm": "input_layernorm",
     "attention.q": "self_attn.q_proj",
     "attention.k": "self_attn.k_proj",
@@ -18,19 +39,8 @@ _LAYER = {
     "mlp.gate": "mlp.gate_proj",
     "mlp.up": "mlp.up_proj",
     "mlp.down": "mlp.down_proj",
-}
-_LATENTS = {
-    "attention.kv_down": "self_attn.kv_a_proj_with_mqa",
-    "attention.kv_norm": "self_attn.kv_a_layernorm",
-    "attention.kv": "self_attn.kv_b_proj",
-}
-_RANKED_QUERIES = {
-    "attention.q_down": "self_attn.q_a_proj",
-    "attention.q_norm": "self_attn.q_a_layernorm",
-    "attention.q": "self_attn.q_b_proj",
-}
-_EXPERTS = {
     "mlp.router": "mlp.gate",
+    "mlp.router.bias": "mlp.gate.e_score_correction_bias",
     "mlp.expert_gate": "mlp.experts.{expert}.gate_proj",
     "mlp.expert_up": "mlp.experts.{expert}.up_proj",
     "mlp.expert_down": "mlp.experts.{expert}.down_proj",
@@ -38,23 +48,16 @@ _EXPERTS = {
     "mlp.shared.up": "mlp.shared_experts.up_proj",
     "mlp.shared.down": "mlp.shared_experts.down_proj",
 }
-# Gemma calls by the others' name of the norm before the MLP one that stands elsewhere.
-_POST_NORMS = {
-    "attention_post_norm": "post_attention_layernorm",
-    "mlp_norm": "pre_feedforward_layernorm",
-    "mlp_post_norm": "post_feedforward_layernorm",
-}
+"""Names that most families use."""
 
 
-def layer_tensor(config: DecoderConfig, module: str, parameter: str) -> str:
-    """Returns the name of a module's kernel, scale or bias within a layer; {expert} is each expert."""
-    if (module, parameter) == ("mlp.router", "bias"):
-        return "mlp.gate.e_score_correction_bias"
-    return f"{_layer_names(config)[module]}.{'bias' if parameter == 'bias' else 'weight'}"
-
-
-def _layer_names(config: DecoderConfig) -> dict[str, str]:
-    names = _LAYER | _EXPERTS | (_POST_NORMS if config.use_post_norms else {})
-    if config.latents is not None:
-        names |= _LATENTS | ({} if config.latents.q_rank is None else _RANKED_QUERIES)
-    return names
+def find_stored(names: Names, parameter: str) -> Stored:
+    """Returns where the files have a parameter, such as `attention.q.kernel`."""
+    module, _, last = parameter.rpartition(".")
+    whole, part = names.get(parameter), names.get(module)
+    stored = whole or part
+    if stored is None:
+        raise KeyError(parameter)
+    stored = Stored((stored,)) if isinstance(stored, str) else stored
+    end = "" if whole else ".bias" if last == "bias" else ".weight"
+    return stored._replace(names=tuple(name + end for name in stored.names))

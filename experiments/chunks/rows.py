@@ -17,13 +17,15 @@ Rotate = Callable[[jax.Array, jax.Array], jax.Array]
 
 def rotations_of(decoder: Decoder, max_distance: int) -> tuple[Rotate, ...]:
     """Makes the rotations of each layer's keys by up to `max_distance` positions, equal ones once."""
+    ropes = decoder.config.layer_ropes
     made = {
         rope: kv.chunks.key_rotation(
             rope.frequencies(decoder.config.rope_dim), max_distance, is_interleaved=rope.is_interleaved
         )
-        for rope in dict.fromkeys(decoder.config.layer_ropes)
+        for rope in dict.fromkeys(ropes)
+        if rope is not None
     }
-    return tuple(made[rope] for rope in decoder.config.layer_ropes)
+    return tuple(made[rope] for rope in ropes if rope is not None)
 
 
 def empty_cache(

@@ -29,10 +29,14 @@ Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
 _OPTIONS = (
     "windows",
     "latents",
+    "mixers",
+    "use_attention_gate",
     "use_post_norms",
     "embedding_scale",
+    "residual_scale",
     "attention_scale",
     "attention_soft_cap",
+    "logits_divisor",
     "final_soft_cap",
 )
 
@@ -158,6 +162,7 @@ def run(
     turns = rotations(decoder.config, positions)
     for layer_id, layer in enumerate(layers):
         assert isinstance(layer.attention, Attention)  # see `missing_option`
+        assert layer.attention_norm is not None and layer.mlp_norm is not None and layer.mlp is not None
         x = x + _attention(
             layer.attention, layer.attention_norm(x), turns[layer_id], functools.partial(attend, layer_id)
         )
@@ -168,7 +173,7 @@ def run(
     return jnp.einsum("bth,vh->btv", decoder.norm(x), unembedding[...].astype(x.dtype)).astype(jnp.float32)
 
 
-def _attention(attention: Attention, x: jax.Array, rotation: Rotation, attend: Callable) -> jax.Array:
+def _attention(attention: Attention, x: jax.Array, rotation: Rotation | None, attend: Callable) -> jax.Array:
     heads = (*x.shape[:2], -1, attention.head_dim)
     q, k, v = (project(x).reshape(heads) for project in (attention.q, attention.k, attention.v))
     if attention.q_norm is not None and attention.k_norm is not None:

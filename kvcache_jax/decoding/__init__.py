@@ -1,6 +1,7 @@
 """Loops for any model: generate, beam search, scoring, speculation."""
 
 from kvcache_jax.decoding.beam_search import Beam, BeamResult
+from kvcache_jax.decoding.forward import PreparedForward, prepared
 from kvcache_jax.decoding.generate import GenerateResult
 from kvcache_jax.decoding.host import Generation, Snapshot
 from kvcache_jax.decoding.options import Drafts, SamplingParams, StopStrings, Watch
@@ -14,6 +15,7 @@ __all__ = [
     "GenerateResult",
     "Generation",
     "PromptCall",
+    "PreparedForward",
     "PromptRows",
     "Retention",
     "SamplingParams",
@@ -21,4 +23,5 @@ __all__ = [
     "Snapshot",
     "StopStrings",
     "Watch",
+    "prepared",
 ]

@@ -18,7 +18,7 @@ from kvcache_jax.core.init import init
 from kvcache_jax.core.state import Cache
 from kvcache_jax.core.status import Status, raise_for_status
 from kvcache_jax.decoding import arguments
-from kvcache_jax.decoding.forward import Forward
+from kvcache_jax.decoding.forward import Forward, prepared
 from kvcache_jax.decoding.host import Snapshot, Stopwatch, snapshot_of
 from kvcache_jax.decoding.options import UNWATCHED, Watch, require_option, steps_between_check_ins
 from kvcache_jax.decoding.prefill import prefill
@@ -188,6 +188,7 @@ def beam_search(
         return beams
 
     stops, penalty = arguments.stop_ids(stop_tokens), jnp.float32(length_penalty)
+    params = prepared(forward, params)
     cache, logits = prefilling(_prefill, forward, params, init(config), prompt_tokens, num_beams, prefill_len)
     state = prefilling(
         _begin, cache, logits, stops, penalty, num_beams=num_beams, max_new_tokens=max_new_tokens

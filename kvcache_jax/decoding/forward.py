@@ -1,5 +1,6 @@
 """A model as decoding sees it: one step function, for prefill and decode alike."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,46 @@ While tokens are decoded, the `n` rows of a step are rows of the cache, each onc
 they are pieces: a row of the cache may have several, one after the other, as `step.seq_ids` tells. A layer
 that carries a state along a row's tokens, beside `kv.attention`, must join them.
 """
+
+
+@dataclasses.dataclass(frozen=True)
+class PreparedForward:
+    """Calls a model whose parameters are prepared once, before a loop of steps.
+
+    `generate`, `score`, `beam_search` and `Engine` prepare them; for a loop of your own `prepared` does.
+
+    Attributes:
+      forward: The model. It takes what `prepare` returns, and for loops that do not prepare, parameters as
+        they are too.
+      prepare: `params -> params`, outside of compiled programs. For example it takes layers out of a stack,
+        from which every step would copy them. What is prepared already it returns as it is.
+
+    Example:
+      >>> import jax.numpy as jnp, kvcache_jax as kv
+      >>> def forward(params, tokens, cache, step):
+      ...     return sum(params) * jnp.eye(8)[tokens + 1], cache
+      >>> model = kv.decoding.PreparedForward(forward, tuple)
+      >>> config = kv.CacheConfig([kv.FullAttention(1, 8)], num_blocks=4, max_seqs=2, max_seq_len=32)
+      >>> kv.generate(model, jnp.ones(2), [[4]], config, max_new_tokens=2).generations[0].tokens
+      [5, 6]
+    """
+
+    forward: Forward
+    prepare: Callable[[Any], Any]
+
+    def __call__(self, params: Any, tokens: jax.Array, cache: Cache, step: Step) -> tuple[jax.Array, Cache]:
+        """Calls the model."""
+        return self.forward(params, tokens, cache, step)
+
+    @property
+    def __wrapped__(self) -> Forward:
+        """The model, for `inspect`."""
+        return self.forward
+
+
+def prepared(forward: Forward, params: Any) -> Any:
+    """Prepares parameters for a loop of steps where the model is a `PreparedForward`; else returns them."""
+    return forward.prepare(params) if isinstance(forward, PreparedForward) else params
 
 
 def width_of(result: Any, num_rows: int, num_tokens: int) -> int:

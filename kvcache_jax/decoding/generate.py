@@ -20,7 +20,7 @@ from kvcache_jax.core.state import Cache
 from kvcache_jax.core.status import Status
 from kvcache_jax.decoding import arguments, loop
 from kvcache_jax.decoding.admission import admit
-from kvcache_jax.decoding.forward import Forward
+from kvcache_jax.decoding.forward import Forward, prepared
 from kvcache_jax.decoding.host import Generation, Host, Snapshot, Stopwatch, WaitingPrompts, idle_cache
 from kvcache_jax.decoding.loop import DecodeState, DraftSource, RowPhase
 from kvcache_jax.decoding.options import (
@@ -159,6 +159,7 @@ def generate(
     prefill_len = retention.prefill_len(config, prefill_len)
     width = retention.max_text_len(config, requests.prompts, max_new_tokens)
     _check(requests, config, num_drafts, draft, retention.max_held_len(config, prefill_len))
+    params = prepared(forward, params)
     prompt_rows = prompts.rows(
         PromptCall(
             caller="generate",
@@ -173,6 +174,8 @@ def generate(
     )
     check_in_every = steps_between_check_ins(watch, has_stop_strings=stop_strings is not None)
     draft_source = DraftSource(num_drafts, draft.forward if draft else None) if num_drafts else None
+    if draft is not None:
+        draft = dataclasses.replace(draft, params=prepared(draft.forward, draft.params))
     draft_params = draft.params if draft else None
 
     stops = arguments.stop_ids(stop_tokens)

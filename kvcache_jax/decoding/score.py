@@ -13,7 +13,7 @@ from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import Admission, Cache
 from kvcache_jax.core.status import Status, raise_for_status
 from kvcache_jax.decoding.arguments import as_list, check_model, model_tokens, usable_prefill_len
-from kvcache_jax.decoding.forward import Forward
+from kvcache_jax.decoding.forward import Forward, prepared
 from kvcache_jax.decoding.host import idle_cache
 from kvcache_jax.decoding.prefill import feed, prefill
 from kvcache_jax.decoding.prompts import KEEP_ALL, NOT_LOOKED_UP, PromptCall, PromptSource
@@ -96,6 +96,7 @@ def score(
             f"context and continuation have {longest} tokens, expected at most {config.max_seq_len}"
         )
     prefill_len = usable_prefill_len(prefill_len, config)
+    params = prepared(forward, params)
     context_rows = prompts.rows(
         PromptCall(
             caller="score",

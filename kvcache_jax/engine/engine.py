@@ -19,7 +19,7 @@ from kvcache_jax.arrays.number_checks import static_count, static_flag
 from kvcache_jax.core.arguments import hashable_id
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.decoding.arguments import as_list, check_model, require_functions
-from kvcache_jax.decoding.forward import Forward
+from kvcache_jax.decoding.forward import Forward, prepared
 from kvcache_jax.decoding.options import require_option
 from kvcache_jax.engine.events import EngineFigures, Reader, TokenEvent, add_counts, event, events_of
 from kvcache_jax.engine.options import (
@@ -139,6 +139,7 @@ class Engine:
         self._sizes = table_sizes(limits, config)
         entering = inbox_sizes(self._sizes, config)
         self._steps = size("steps_per_dispatch", steps_per_dispatch)
+        params = prepared(forward, params)
         self._shards = Shards(placement, config, params)
         self.params = self._shards.place_params(params)
         self._tables = [
@@ -223,6 +224,7 @@ class Engine:
           params: Of the same shapes and dtypes.
           namespace: u32[4], of the weights: prefixes are shared under equal ones alone. Default: a new one.
         """
+        params = prepared(self._model.forward, params)
         params = self._shards.place_params(with_same_shapes(params, self.params))
         with self._lock:
             self._num_weights += 1

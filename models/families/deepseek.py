@@ -5,24 +5,46 @@ from typing import Any
 
 from models.config import DecoderConfig, Experts, Latents
 from models.families import llama
-from models.families.family import NUMBER, Family, read_sizes, write_sizes
+from models.families.family import NUMBER, Family, read_sizes, write_fields, write_sizes
 from models.families.rope_entries import read_rope, write_rope
-from models.json_object import JsonObject
+from models.json_object import ENTRIES, JsonObject
 from models.rope import Rope, YarnScaling
+from models.tensor_names import Names
 
+_LATENTS = {
+    "attention.kv_down": "self_attn.kv_a_proj_with_mqa",
+    "attention.kv_norm": "self_attn.kv_a_layernorm",
+    "attention.kv": "self_attn.kv_b_proj",
+}
+_RANKED_QUERIES = {
+    "attention.q_down": "self_attn.q_a_proj",
+    "attention.q_norm": "self_attn.q_a_layernorm",
+    "attention.q": "self_attn.q_b_proj",
+}
+_SIZES = {field: ENTRIES[field] for field in ("latent_dim", "rope_dim", "nope_dim", "value_dim")}
+_EXPERT_SIZES = {field: ENTRIES[field] for field in ("num_experts", "num_used", "expert_size")}
 _GREEDY, _GROUPED = "greedy", "group_limited_greedy"
+
+
+def latent_names(config: DecoderConfig) -> Names:
+    """Names the tensors of latent attention."""
+    has_rank = config.latents is not None and config.latents.q_rank is not None
+    return _LATENTS | _RANKED_QUERIES if has_rank else _LATENTS
+
+
+def read_latents(values: JsonObject) -> Latents:
+    """Reads the sizes of latent attention."""
+    return values.read(Latents, _SIZES, q_rank=values.get("q_lora_rank", int, None))
+
+
+def write_latents(latents: Latents) -> dict[str, Any]:
+    """Computes the inverse of `read_latents`."""
+    return write_fields(latents, _SIZES) | {"q_lora_rank": latents.q_rank}
 
 
 def _read(values: JsonObject, interleaves: bool) -> dict[str, Any]:
     sizes = read_sizes(values)
-    latents = values.make(
-        Latents,
-        latent_dim=values.get("kv_lora_rank", int),
-        rope_dim=values.get("qk_rope_head_dim", int),
-        nope_dim=values.get("qk_nope_head_dim", int),
-        value_dim=values.get("v_head_dim", int),
-        q_rank=values.get("q_lora_rank", int, None),
-    )
+    latents = read_latents(values)
     head_dim = latents.nope_dim + latents.rope_dim
     rope = read_rope(values, is_interleaved=interleaves)
     return sizes | dict(
@@ -44,17 +66,13 @@ def _attention_scale(head_dim: int, rope: Rope) -> float | None:
 
 def _write(config: DecoderConfig) -> dict[str, Any] | None:
     latents = config.latents
-    if latents is None:
+    if latents is None or config.rope is None:
         return None
     return {
         **write_sizes(config),
         **write_rope(config.rope),
         "hidden_act": llama.ONLY["hidden_act"],
-        "kv_lora_rank": latents.latent_dim,
-        "qk_rope_head_dim": latents.rope_dim,
-        "qk_nope_head_dim": latents.nope_dim,
-        "v_head_dim": latents.value_dim,
-        "q_lora_rank": latents.q_rank,
+        **write_latents(latents),
         **_written_experts(config.experts, config.num_layers),
     }
 
@@ -80,16 +98,22 @@ def _experts(values: JsonObject, has_groups: bool, **options: Any) -> Experts | 
         return None
     if has_groups:
         options |= dict(num_groups=values.get("n_group", int), num_used_groups=values.get("topk_group", int))
-    return values.make(
+    return values.read(
         Experts,
+        _EXPERT_SIZES,
         first_layer=first_layer,
-        num_experts=values.get("n_routed_experts", int),
-        num_used=values.get("num_experts_per_tok", int),
-        expert_size=values.get("moe_intermediate_size", int),
-        num_shared=values.get("n_shared_experts", int),
+        shared_size=read_shared_size(values, "n_shared_experts"),
         weight_scale=values.get("routed_scaling_factor", NUMBER),
         **options,
     )
+
+
+def read_shared_size(values: JsonObject, entry: str) -> int:
+    """Reads the width of the MLP for all tokens, which is said as a number of experts."""
+    num_shared = values.get(entry, int)
+    if num_shared < 1:
+        raise values.error(entry, "a positive, finite number")
+    return num_shared * values.get("moe_intermediate_size", int)
 
 
 def _write_v2(config: DecoderConfig) -> dict[str, Any] | None:
@@ -101,7 +125,7 @@ def _write_v2(config: DecoderConfig) -> dict[str, Any] | None:
 
 def _write_v3(config: DecoderConfig) -> dict[str, Any] | None:
     values, experts = _write(config), config.experts
-    if values is None:
+    if values is None or config.rope is None:
         return None
     values["rope_interleave"] = config.rope.is_interleaved
     return values if experts is None else values | {"norm_topk_prob": experts.normalizes}
@@ -112,17 +136,15 @@ def _written_experts(experts: Experts | None, num_layers: int) -> dict[str, Any]
         return {"first_k_dense_replace": num_layers}
     return {
         "first_k_dense_replace": experts.first_layer,
-        "n_routed_experts": experts.num_experts,
-        "num_experts_per_tok": experts.num_used,
-        "moe_intermediate_size": experts.expert_size,
-        "n_shared_experts": experts.num_shared,
+        **write_fields(experts, _EXPERT_SIZES),
+        "n_shared_experts": experts.shared_size // experts.expert_size,
         "routed_scaling_factor": experts.weight_scale,
         "n_group": experts.num_groups,
         "topk_group": experts.num_used_groups,
     }
 
 
-_family = functools.partial(Family, only=llama.ONLY | {"moe_layer_freq": 1})
+_family = functools.partial(Family, only=llama.ONLY | {"moe_layer_freq": 1}, names=latent_names)
 DEEPSEEK_V2 = _family(
     architecture="DeepseekV2ForCausalLM",
     read=_read_v2,

@@ -5,10 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from models.config import DecoderConfig
-from models.json_object import JsonObject
+from models.json_object import ENTRIES, JsonObject
+from models.tensor_names import NAMES, Names
 
 NUMBER = (int, float)
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 _MOST_LAYERS = 1024  # ten times as many as the largest models have: more would only take long to refuse
 
 
@@ -23,6 +24,8 @@ class Family:
         found out by reading them.
       only: What that code can do and `models.decoder` cannot: entries and the one value that is implemented.
       defaults: What missing entries stand for, where that is not an error; null ones stay null.
+      entries: What config.json calls fields of `DecoderConfig` and its parts, where most call them otherwise.
+      names: Tensors of a model, where most call them otherwise.
     """
 
     architecture: str
@@ -30,38 +33,48 @@ class Family:
     write: Callable[[DecoderConfig], dict[str, Any] | None]
     only: Mapping[str, Any]
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    entries: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    names: Callable[[DecoderConfig], Names] = lambda config: {}
+
+    def tensor_names(self, config: DecoderConfig) -> Names:
+        """Returns the names of all tensors of a model."""
+        return {**NAMES, **self.names(config)}
+
+
+_SIZES = "vocab_size", "hidden_size", "mlp_size", "num_layers", "num_q_heads", "max_seq_len"
 
 
 def read_sizes(values: JsonObject) -> dict[str, Any]:
-    """Reads the sizes that all families call by the same names."""
-    num_layers = values.get("num_hidden_layers", int)
+    """Reads the sizes that all families have."""
+    num_layers = values.get_field("num_layers", int)
     if not 1 <= num_layers <= _MOST_LAYERS:
-        raise values.error("num_hidden_layers", f"1 to {_MOST_LAYERS}")
-    return dict(
-        vocab_size=values.get("vocab_size", int),
-        hidden_size=values.get("hidden_size", int),
-        mlp_size=values.get("intermediate_size", int),
-        num_layers=num_layers,
-        num_q_heads=values.get("num_attention_heads", int),
-        max_seq_len=values.get("max_position_embeddings", int),
-        norm_eps=values.get("rms_norm_eps", NUMBER),
-        tie_embeddings=values.get("tie_word_embeddings", bool, False),
+        raise values.error(values.entry("num_layers"), f"1 to {_MOST_LAYERS}")
+    return {field: values.get_field(field, int) for field in _SIZES} | dict(
+        norm_eps=values.get_field("norm_eps", NUMBER),
+        tie_embeddings=values.get_field("tie_embeddings", bool, False),
     )
 
 
-def write_sizes(config: DecoderConfig) -> dict[str, Any]:
-    """Computes the inverse of `read_sizes`."""
-    return {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.mlp_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_q_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "max_position_embeddings": config.max_seq_len,
-        "rms_norm_eps": config.norm_eps,
-        "tie_word_embeddings": config.tie_embeddings,
-    }
+def write_sizes(config: DecoderConfig, entries: Mapping[str, str] = ENTRIES) -> dict[str, Any]:
+    """Computes the inverse of `read_sizes`; `entries` as in `Family`."""
+    fields = *_SIZES, "num_kv_heads", "norm_eps", "tie_embeddings"
+    return write_fields(config, {field: entries.get(field, ENTRIES.get(field, field)) for field in fields})
+
+
+def write_fields(owner: Any, entries: Mapping[str, str]) -> dict[str, Any]:
+    """Computes the inverse of `JsonObject.read`."""
+    return {entry: getattr(owner, field) for field, entry in entries.items()}
+
+
+def read_head_dim(values: JsonObject, default: int | None = None) -> int:
+    """Reads the width of heads; without a default they share `hidden_size` where nothing is said."""
+    head_dim = values.get("head_dim", int, default)
+    if head_dim is not None:
+        return head_dim
+    hidden_size, num_q_heads = values.get("hidden_size", int), values.get("num_attention_heads", int)
+    if num_q_heads < 1 or hidden_size % num_q_heads:
+        raise values.error("hidden_size", f"a multiple of num_attention_heads = {num_q_heads}")
+    return hidden_size // num_q_heads
 
 
 def read_windows(

@@ -28,6 +28,12 @@ _DEFAULTS = {
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
 }
+# They call by the others' name of the norm before the MLP one that is elsewhere.
+_NORMS = {
+    "attention_post_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_post_norm": "post_feedforward_layernorm",
+}
 _CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 
 
@@ -97,10 +103,10 @@ def _read_ropes(values: JsonObject) -> tuple[Rope, Rope]:
 
 
 def _write_gemma3(config: DecoderConfig) -> dict[str, Any]:
-    return _write(config) | {"rope_local_base_freq": (config.window_rope or config.rope).theta}
+    return _write(config) | {"rope_local_base_freq": (config.window_rope or config.rope or Rope()).theta}
 
 
-_family = functools.partial(Family, only=_ONLY, defaults=_DEFAULTS)
+_family = functools.partial(Family, only=_ONLY, defaults=_DEFAULTS, names=lambda config: _NORMS)
 GEMMA2 = _family(
     architecture="Gemma2ForCausalLM", read=_read_gemma2, write=_write_gemma2, defaults=_DEFAULTS | _CAPS
 )

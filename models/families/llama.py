@@ -4,7 +4,16 @@ import functools
 from typing import Any, NamedTuple
 
 from models.config import DecoderConfig
-from models.families.family import FULL, SLIDING, Family, read_sizes, read_windows, write_sizes, write_windows
+from models.families.family import (
+    FULL,
+    SLIDING,
+    Family,
+    read_head_dim,
+    read_sizes,
+    read_windows,
+    write_sizes,
+    write_windows,
+)
 from models.families.rope_entries import read_rope, write_rope
 from models.json_object import JsonObject
 
@@ -32,15 +41,10 @@ class _Traits(NamedTuple):
 
 
 def _read(traits: _Traits, values: JsonObject) -> dict[str, Any]:
-    hidden_size, num_q_heads = values.get("hidden_size", int), values.get("num_attention_heads", int)
-    head_dim = values.get("head_dim", int, traits.head_dim)
-    if head_dim is None:
-        if num_q_heads < 1 or hidden_size % num_q_heads:
-            raise values.error("hidden_size", f"a multiple of num_attention_heads = {num_q_heads}")
-        head_dim = hidden_size // num_q_heads
+    head_dim = read_head_dim(values, traits.head_dim)
     sizes = read_sizes(values)
     return sizes | dict(
-        num_kv_heads=_num_kv_heads(values, traits, num_q_heads),
+        num_kv_heads=_num_kv_heads(values, traits, sizes["num_q_heads"]),
         head_dim=head_dim,
         windows=_windows(values, traits, sizes["num_layers"]),
         use_qkv_bias=traits.use_qkv_bias,

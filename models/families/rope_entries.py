@@ -7,7 +7,8 @@ from models.families.family import NUMBER
 from models.json_object import JsonObject
 from models.rope import LinearScaling, Llama3Scaling, Rope, YarnScaling
 
-_PLAIN = {"rope_theta", "partial_rotary_factor", "rope_type", "type"}  # says nothing of a scaling
+# Says nothing of a scaling; what divides rotations among times and places is of no effect in texts.
+_PLAIN = {"rope_theta", "partial_rotary_factor", "rope_type", "type", "mrope_section", "mrope_interleaved"}
 _ORIGINAL = "original_max_position_embeddings"
 
 
@@ -21,8 +22,14 @@ def read_rope(values: JsonObject, **options: Any) -> Rope:
 
 
 def read_rope_part(values: JsonObject, part: JsonObject, theta: float, **options: Any) -> Rope:
-    """Reads the rotations that `part` of the entries describes; `theta` unless it has its own."""
-    if part.get("partial_rotary_factor", object, 1.0) != 1.0:
+    """Reads the rotations that `part` of the entries describes; `theta` unless it has its own.
+
+    Families whose heads are rotated in part give a `share` for where nothing is said.
+    """
+    if "share" in options:
+        share = values.get("partial_rotary_factor", NUMBER, options["share"])
+        options["share"] = part.get("partial_rotary_factor", NUMBER, share)
+    elif part.get("partial_rotary_factor", object, 1.0) != 1.0:
         raise part.error("partial_rotary_factor", "1.0: nothing else is implemented")
     theta = part.get("rope_theta", NUMBER, theta)
     is_old = part.values.get("rope_type") is None and part.values.get("type") is not None
@@ -35,8 +42,10 @@ def read_rope_part(values: JsonObject, part: JsonObject, theta: float, **options
     return part.make(Rope, theta=theta, scaling=_SCALINGS[rope_type](values, part), **options)
 
 
-def write_rope(rope: Rope) -> dict[str, Any]:
-    """Computes the inverse of `read_rope`."""
+def write_rope(rope: Rope | None) -> dict[str, Any]:
+    """Computes the inverse of `read_rope`; None, which it never returns, is as if nothing were said."""
+    if rope is None:
+        return {}
     return {"rope_theta": rope.theta, "rope_scaling": _written(rope.scaling)}
 
 

@@ -13,7 +13,17 @@ FIXTURES = pathlib.Path(__file__).resolve().parent.parent / "fixtures"
 LONG = ("gemma2", "gemma3", "deepseek_v2", "deepseek_v3")
 """Families with prompts of 1 and of 300 tokens too."""
 EXPERTS = ("deepseek_v2_experts", "deepseek_v3_experts")
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "qwen2_windows", *LONG, *EXPERTS)
+HYBRIDS = (
+    "qwen3_5",
+    "qwen3_next",
+    "kimi_linear",
+    "granite_4",
+    "nemotron_h",
+    "nemotron_h_experts",
+    "lfm2",
+)
+"""Families with recurrent layers."""
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "qwen2_windows", *LONG, *EXPERTS, *HYBRIDS)
 
 
 def read_json(folder, name="config.json"):

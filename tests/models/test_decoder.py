@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 import kvcache_jax as kv
+import models.decoder
 from models import attention, checkpoint
 from models.config import Experts, Latents
 from models.decoder import (
@@ -19,8 +20,8 @@ from models.decoder import (
     DecoderConfig,
     cache_config,
     forward,
-    rotations,
-    single_layers,
+    stacked,
+    unstacked,
 )
 from models.rope import LinearScaling, Llama3Scaling, Rope
 from tests.models.checkpoint_files import FAMILIES, FIXTURES
@@ -107,7 +108,7 @@ def test_forward_computes_the_same_however_tokens_reach_the_cache(family):
 
 
 @pytest.mark.slow
-def test_layers_in_periods_are_computed_one_after_the_other():
+def test_stacked_layers_compute_what_single_ones_do():
     """Two periods of a window and a full layer, and a window that is left over."""
     config = dataclasses.replace(TINY, num_layers=5, windows=(3, None, 3, None, 3))
     decoder = Decoder(config, rngs=nnx.Rngs(0))
@@ -117,18 +118,40 @@ def test_layers_in_periods_are_computed_one_after_the_other():
     tokens = np.arange(18, dtype=np.int32).reshape(2, 9) % 13
 
     @jax.jit
-    def both(decoder, cache):
+    def step_fn(decoder, cache):
         cache, step = kv.extend(cache, [9, 6], max_new=9)
-        got, scanned = forward(decoder, tokens, cache, step)
-        x, turns = decoder.embedding[...][tokens], rotations(config, step.positions)
-        for layer_id, layer in enumerate(single_layers(decoder)):
-            x, cache = layer(x, cache, cache.config.locate(layer_id), step, turns[layer_id])
-        return (got, scanned.pools), (decoder.norm(x) @ decoder.unembedding[...].T, cache.pools)
+        logits, cache = forward(decoder, tokens, cache, step)
+        return logits, cache.pools
 
-    got, want = jax.device_get(both(decoder, cache))
+    got, want = jax.device_get((step_fn(decoder, cache), step_fn(unstacked(decoder), cache)))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert a.std() > 0.01
         np.testing.assert_allclose(a, b, atol=1e-5)
+    is_scan = ["scan" in str(jax.make_jaxpr(step_fn)(each, cache)) for each in (decoder, unstacked(decoder))]
+    assert is_scan == [True, False]
+
+
+def test_layers_leave_their_stacks_and_go_back_bit_for_bit():
+    config = dataclasses.replace(TINY, num_layers=5, windows=(3, None, 3, None, 3))
+    decoder = Decoder(config, rngs=nnx.Rngs(0))
+    singles = unstacked(decoder)
+    assert len(singles.layers) == 5 and singles.embedding[...] is decoder.embedding[...]
+    for i, place in enumerate([(0, 0), (0, 1), (0, 2), (0, 3), (1, 0)]):
+        want = decoder.layers[place[0]].mlp.up.kernel[...][place[1]]
+        np.testing.assert_array_equal(singles.layers[i].mlp.up.kernel[...], want)
+    back = stacked(singles)
+    assert jax.tree.structure(back) == jax.tree.structure(decoder)
+    jax.tree.map(np.testing.assert_array_equal, back, decoder)
+    assert unstacked(singles) is singles and stacked(decoder) is decoder and decoder.is_stacked
+
+
+def test_only_gpus_get_single_layers(monkeypatch):
+    decoder = Decoder(TINY, rngs=nnx.Rngs(0))
+    assert kv.decoding.prepared(forward, decoder) is decoder
+    monkeypatch.setattr(models.decoder, "is_on_gpu", lambda x: True)
+    singles = kv.decoding.prepared(forward, decoder)
+    assert not singles.is_stacked and len(singles.layers) == TINY.num_layers
+    assert kv.decoding.prepared(forward, singles) is singles
 
 
 @pytest.mark.slow
@@ -217,7 +240,7 @@ GEMMA = dict(
     attention_soft_cap=1.5,
     final_soft_cap=2.0,
 )
-EXPERTS = Experts(first_layer=0, num_experts=5, num_used=2, expert_size=7, num_shared=1, weight_scale=2.0)
+EXPERTS = Experts(first_layer=0, num_experts=5, num_used=2, expert_size=7, shared_size=9, weight_scale=2.0)
 LATENTS = dict(
     num_kv_heads=4,
     head_dim=7,

@@ -25,7 +25,7 @@ GEMMA = dict(
 )
 LATENTS = dict(latent_dim=16, rope_dim=8, nope_dim=12, value_dim=10)
 EXPERTS = dict(
-    first_layer=1, num_experts=8, num_used=3, expert_size=12, num_shared=2, num_groups=4, num_used_groups=2
+    first_layer=1, num_experts=8, num_used=3, expert_size=12, shared_size=24, num_groups=4, num_used_groups=2
 )
 
 
@@ -137,7 +137,7 @@ def test_deepseeks_as_they_were_published_are_read(copy_checkpoint):
     edit_json(folder, rope_interleave=False, rope_scaling=None)
     assert checkpoint.load_config(folder) == dataclasses.replace(config, rope=Rope())
     left_out = "first_k_dense_replace", "routed_scaling_factor", "norm_topk_prob", "topk_method"
-    sizes = dict(num_experts=64, num_used=2, expert_size=1407, num_shared=2)
+    sizes = dict(num_experts=64, num_used=2, expert_size=1407, shared_size=2814)
     folder = copy_checkpoint("deepseek_v2")
     edit_json(folder, remove=left_out, num_experts_per_tok=2)
     assert checkpoint.load_config(folder).experts == Experts(first_layer=0, **sizes)
@@ -149,7 +149,7 @@ def test_deepseeks_as_they_were_published_are_read(copy_checkpoint):
         num_experts=256,
         num_used=8,
         expert_size=2048,
-        num_shared=1,
+        shared_size=2048,
         is_sigmoid=True,
         num_groups=8,
         num_used_groups=4,

@@ -1,0 +1,128 @@
+"""Kimi-Linear: Kimi Delta Attention, and latent attention without rotations."""
+
+from typing import Any
+
+import kvcache_jax as kv
+from models.config import DecoderConfig, Experts
+from models.families import deepseek, llama
+from models.families.family import FULL, LINEAR, NUMBER, Family, read_sizes, write_fields, write_sizes
+from models.families.hybrid import Hybrid
+from models.json_object import JsonObject
+from models.tensor_names import Names, Stored
+
+_HYBRID = Hybrid(
+    kind=kv.GatedDeltaNet,
+    sizes={
+        "num_kv_heads": "linear_num_heads",
+        "head_dim": "linear_head_dim",
+        "key_dim": "linear_head_dim",
+        "kernel": "linear_conv_kernel_dim",
+    },
+    options={"decay": "channel"},
+)
+_EXPERTS = {
+    "num_experts": "num_experts",
+    "num_used": "num_experts_per_token",
+    "expert_size": "moe_intermediate_size",
+    "num_groups": "num_expert_group",
+    "num_used_groups": "topk_group",
+}
+_ENTRIES = {"max_seq_len": "model_max_length"} | _EXPERTS
+_DENSE, _SPARSE = "dense", "sparse"
+
+
+def _read(values: JsonObject) -> dict[str, Any]:
+    sizes, latents = read_sizes(values), deepseek.read_latents(values)
+    published = values.part("linear_attn_config")  # counts layers from 1
+    full = published.get("full_attn_layers", list, range(5, sizes["num_layers"] + 1, 4))
+    implied = [FULL if layer in full else LINEAR for layer in range(1, sizes["num_layers"] + 1)]
+    spelled = {
+        "linear_num_heads": published.get("num_heads", int, 32),
+        "linear_head_dim": published.get("head_dim", int, 128),
+        "linear_conv_kernel_dim": published.get("short_conv_kernel_size", int, 4),
+    }
+    return sizes | dict(
+        num_kv_heads=values.get("num_key_value_heads", int, sizes["num_q_heads"]),
+        head_dim=latents.nope_dim + latents.rope_dim,
+        latents=latents,
+        **_HYBRID.read(values.with_defaults(spelled), implied),
+        rope=None,
+        experts=_read_experts(values, sizes["num_layers"]),
+    )
+
+
+def _read_experts(values: JsonObject, num_layers: int) -> Experts | None:
+    types = values.get("mlp_layer_types", list, None)
+    first = values.get("first_k_dense_replace", int, 1) if types is None else types.count(_DENSE)
+    if types is not None and types != _mlp_types(first, num_layers):
+        raise values.error("mlp_layer_types", f"{_DENSE}, then {_SPARSE}, for {num_layers} layers in all")
+    if first >= num_layers:
+        return None
+    return values.read(
+        Experts,
+        _EXPERTS,
+        first_layer=first,
+        shared_size=deepseek.read_shared_size(values, "num_shared_experts"),
+        weight_scale=values.get("routed_scaling_factor", NUMBER),
+        normalizes=values.get("moe_renormalize", bool),
+        is_sigmoid=True,
+    )
+
+
+def _mlp_types(first: int, num_layers: int) -> list[str]:
+    return [_DENSE if layer < first else _SPARSE for layer in range(num_layers)]
+
+
+def _write(config: DecoderConfig) -> dict[str, Any] | None:
+    mixers, latents, experts = _HYBRID.write(config), config.latents, config.experts
+    if mixers is None or latents is None:
+        return None
+    values = write_sizes(config, _ENTRIES) | deepseek.write_latents(latents) | mixers
+    values |= {"hidden_act": llama.ONLY["hidden_act"]}
+    if experts is None:
+        return values | {"mlp_layer_types": _mlp_types(config.num_layers, config.num_layers)}
+    return {
+        **values,
+        **write_fields(experts, _EXPERTS),
+        "mlp_layer_types": _mlp_types(experts.first_layer, config.num_layers),
+        "num_shared_experts": experts.shared_size // experts.expert_size,
+        "routed_scaling_factor": experts.weight_scale,
+        "moe_renormalize": experts.normalizes,
+    }
+
+
+def _names(config: DecoderConfig) -> Names:
+    taps = tuple(f"self_attn.{x}_conv1d.weight" for x in "qkv")
+    return {
+        **deepseek.latent_names(config),
+        "recurrence.inputs": Stored(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+        "recurrence.convolution.kernel": Stored(taps, unit_axes=(1,)),
+        "recurrence.beta": "self_attn.b_proj",
+        "recurrence.decay_down": "self_attn.f_a_proj",
+        "recurrence.decay": "self_attn.f_b_proj",
+        "recurrence.decay_rate": Stored(("self_attn.A_log",), unit_axes=(0, 1, 3)),
+        "recurrence.decay_bias": "self_attn.dt_bias",
+        "recurrence.gate_down": "self_attn.g_a_proj",
+        "recurrence.gate": "self_attn.g_b_proj",
+        "recurrence.norm": "self_attn.o_norm",
+        "recurrence.out": "self_attn.o_proj",
+        "mlp.router": "block_sparse_moe.gate",
+        "mlp.router.bias": "block_sparse_moe.gate.e_score_correction_bias",
+        "mlp.expert_gate": "block_sparse_moe.experts.{expert}.w1",
+        "mlp.expert_up": "block_sparse_moe.experts.{expert}.w3",
+        "mlp.expert_down": "block_sparse_moe.experts.{expert}.w2",
+        "mlp.shared.gate": "block_sparse_moe.shared_experts.gate_proj",
+        "mlp.shared.up": "block_sparse_moe.shared_experts.up_proj",
+        "mlp.shared.down": "block_sparse_moe.shared_experts.down_proj",
+    }
+
+
+KIMI_LINEAR = Family(
+    architecture="KimiLinearForCausalLM",
+    read=_read,
+    write=_write,
+    only=llama.ONLY | {"moe_layer_freq": 1, "mla_use_nope": True, "moe_router_activation_func": "sigmoid"},
+    defaults={"num_expert_group": 1, "topk_group": 1, "moe_renormalize": True},
+    entries=_ENTRIES,
+    names=_names,
+)
