@@ -459,9 +459,6 @@ def test_config_refuses_what_does_not_fit():
             ValueError, match=re.escape(f"dtype is {name}, expected one of float32, bfloat16")
         ):
             small_config(dtype=dtype)
-    window = kv.SlidingWindow(num_kv_heads=2, head_dim=8, window=4)
-    with pytest.raises(STATIC_ERRORS, match="(?i)prefix.caching"):
-        small_config(layers=[window], enable_prefix_caching=True)
     with pytest.raises(TypeError, match="enable_prefix_caching is 'no', expected True or False"):
         small_config(enable_prefix_caching="no")
     assert small_config(enable_prefix_caching=np.True_).enable_prefix_caching is True
