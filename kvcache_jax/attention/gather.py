@@ -43,6 +43,7 @@ def gather(cache: Cache, seq_id: ArrayLike, layer: Layer) -> tuple[jax.Array, ja
       ((64, 1, 8), 3, 24.0)
     """
     group_id, index = arguments.locate_layer(cache.config, layer)
+    cache = cache.config.keeper.settle(cache)
     pool = arguments.pool_of(cache, group_id)
     seq_id = arguments.int_scalar("seq_id", seq_id)
     group = cache.config.groups[group_id]

@@ -1,5 +1,6 @@
 """States in which nothing is held: what `init`, `reset` and a forgotten index start from."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -30,8 +31,14 @@ def in_place_of(old: Any, fresh: Any) -> Any:
     return jax.tree.map(lambda x, new: jnp.where(jnp.zeros_like(x, bool), x, new), old, fresh)
 
 
-def empty_control(config: CacheConfig, hash_key: Any, numpy: Any = jnp) -> Control:
-    """Builds a control state of idle rows and free blocks alone; `numpy` makes its arrays."""
+def empty_control(
+    config: CacheConfig, hash_key: Any, numpy: Any = jnp, groups: Sequence[LayerGroup] | None = None
+) -> Control:
+    """Builds a control state of idle rows and free blocks alone; `numpy` makes its arrays.
+
+    With `groups`, of the layer groups of the config in other sizes.
+    """
+    groups = config.groups if groups is None else groups
 
     def ints(*shape: int, fill: int = 0) -> Any:
         return numpy.full(shape, fill, jnp.int32)
@@ -51,7 +58,7 @@ def empty_control(config: CacheConfig, hash_key: Any, numpy: Any = jnp) -> Contr
         num_published=ints(max_seqs),
         source_len=ints(max_seqs) if config.source_layers else None,
         holes=_no_holes(config, numpy) if config.hides_tokens else None,
-        prefix_index=empty_index(config, numpy) if config.enable_prefix_caching else None,
+        prefix_index=empty_index(config, numpy, groups) if config.enable_prefix_caching else None,
         block_pools=tuple(
             BlockPool(
                 block_table=ints(max_seqs, group.max_blocks_per_seq, fill=group.num_blocks),
@@ -62,7 +69,7 @@ def empty_control(config: CacheConfig, hash_key: Any, numpy: Any = jnp) -> Contr
                 peak_used=ints(),
                 cached=_no_cached_blocks(group.num_blocks, numpy) if config.enable_prefix_caching else None,
             )
-            for group in config.groups
+            for group in groups
         ),
         extras={name: values for name, values in extras.items() if values is not None},
     )
@@ -86,9 +93,12 @@ def _no_cached_blocks(num_blocks: int, numpy: Any) -> CachedBlocks:
     )
 
 
-def empty_index(config: CacheConfig, numpy: Any = jnp) -> PrefixIndex:
-    """Builds an index in which nothing is published; `numpy` makes its arrays."""
-    group = config.groups[config.indexed_group]
+def empty_index(
+    config: CacheConfig, numpy: Any = jnp, groups: Sequence[LayerGroup] | None = None
+) -> PrefixIndex:
+    """Builds an index in which nothing is published, as `empty_control`."""
+    groups = config.groups if groups is None else groups
+    group = groups[config.indexed_group]
     num_blocks = group.num_blocks
 
     def links_to(other: LayerGroup) -> GroupLinks | None:
@@ -106,7 +116,7 @@ def empty_index(config: CacheConfig, numpy: Any = jnp) -> PrefixIndex:
         block_hash=numpy.zeros((num_blocks, 2), jnp.uint32),
         parent=numpy.full(num_blocks, num_blocks, jnp.int32),
         namespace=numpy.zeros((num_blocks, 4), jnp.uint32),
-        group_links=tuple(links_to(other) for other in config.groups),
+        group_links=tuple(links_to(other) for other in groups),
         history=_empty_history(config.eviction_policy, num_blocks, numpy),
     )
 

@@ -241,11 +241,13 @@ class Cache:
       control: Control, who holds what.
       pools: one KVPool per layer group; empty when built with `storage=False`.
       config: CacheConfig (static): kinds and options. Sizes are read from the arrays.
+      kept: what an extra keeps of blocks outside of the pools (`core/keeper.py`); None for nothing.
     """
 
     control: Control
     pools: tuple[KVPool, ...]
     config: CacheConfig
+    kept: Any = None
 
     @property
     def context_len(self) -> jax.Array:
@@ -275,11 +277,13 @@ class Admission:
       num_cached: i32[n], first tokens whose keys and values are already there; computation
         starts after them.
       num_items_cached: i32[n], multimodal items among them, which need not be encoded.
+      num_promoted: i32[n], tokens among them that an extra kept outside of the pools.
     """
 
     status: jax.Array
     num_cached: jax.Array
     num_items_cached: jax.Array
+    num_promoted: jax.Array
 
 
 @pytree_dataclass(Static("within", span_to_json, span_from_json))

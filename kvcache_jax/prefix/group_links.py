@@ -27,38 +27,52 @@ from kvcache_jax.core.state import BlockPool, Control, GroupLinks, PrefixIndex
 from kvcache_jax.layers.layer_group import LayerGroup
 
 
+def find_columns(control: Control, found: jax.Array, config: CacheConfig) -> list[jax.Array]:
+    """Lists the blocks of every group for a prefix by column, i32[any] each.
+
+    Args:
+      control: The state.
+      found: i32[K], blocks of the prefix in the indexed group, nowhere from the first miss on.
+      config: The cache's.
+    """
+    index, pools = control.prefix_index, control.block_pools
+    assert index is not None
+    found = found[: pools[config.indexed_group].max_blocks_per_seq]
+    return [
+        found if links is None else linked_columns(links, found, g, config)[: pools[g].max_blocks_per_seq]
+        for g, links in enumerate(index.group_links)
+    ]
+
+
 def usable_prefix(
-    control: Control, found: jax.Array, items: jax.Array | None, config: CacheConfig
+    control: Control, columns: list[jax.Array], items: jax.Array | None, config: CacheConfig
 ) -> tuple[list[jax.Array], jax.Array]:
     """Finds how much of the indexed group's prefix every group can serve.
 
     Args:
       control: The state.
-      found: i32[K], blocks of the prefix in the indexed group, nowhere from the first miss on.
+      columns: Per group i32[any], the blocks found by column, or nowhere; in the indexed group from the first
+        miss on.
       items: i32[I, 2], first position and end of what must be reused whole or not at all; or None.
       config: The cache's.
 
     Returns:
       Per group i32[max_blocks_per_seq], the blocks to start from by column, or nowhere; and i32[], tokens.
     """
-    index, group_id = control.prefix_index, config.indexed_group
-    assert index is not None
-    indexed, pools = config.groups[group_id], control.block_pools
-    found = found[: pools[group_id].max_blocks_per_seq]
+    group_id, pools = config.indexed_group, control.block_pools
+    indexed, found = config.groups[group_id], columns[group_id]
     lengths = jnp.arange(found.shape[0] + 1, dtype=jnp.int32) * indexed.block_size
-    num_found = num_true(found < pools[group_id].num_blocks)
+    num_found = num_true(found != pools[group_id].num_blocks)
     # A hit ends at a block's end in every group, so that no row writes into a block that was hit.
     step = math.lcm(*(group.block_size for group in config.groups))
     is_usable = (remainder(lengths, step) == 0) & (lengths <= num_found * indexed.block_size)
     if items is not None:
         is_inside = (items[:, :1] < lengths[None]) & (items[:, 1:] > lengths[None])  # [I, K + 1]
         is_usable &= ~is_inside.any(axis=0)
-    columns: list[jax.Array] = []
+    columns = [_padded(ids, pool) for ids, pool in zip(columns, pools, strict=True)]
     for g, (pool, group) in enumerate(zip(pools, config.groups, strict=True)):
         if g == group_id:
-            columns.append(_padded(found, pool))
             continue
-        columns.append(_padded(_columns(index, indexed, group, g, found), pool))
         num_missing = jnp.cumsum(
             jnp.append(jnp.zeros(1, bool), columns[g] == pool.num_blocks), dtype=jnp.int32
         )
@@ -75,17 +89,24 @@ def usable_prefix(
     return columns, num_tokens
 
 
-def _columns(
-    index: PrefixIndex, indexed: LayerGroup, other: LayerGroup, other_id: int, found: jax.Array
-) -> jax.Array:
-    """Lists the other group's blocks for the prefix by column, i32[n]."""
-    links = index.group_links[other_id]
-    assert links is not None
-    columns = np.arange(found.shape[0] * indexed.block_size // other.block_size, dtype=np.int32)
-    # The columns of the indexed group that hold the last token of each of the other group's columns.
-    indexed_columns = ((columns + 1) * other.block_size - 1) // indexed.block_size
-    slots = columns - indexed_columns * indexed.block_size // other.block_size
+def linked_columns(links: GroupLinks, found: jax.Array, group_id: int, config: CacheConfig) -> jax.Array:
+    """Lists the blocks linked to the indexed blocks i32[K] of a prefix, by column of their group, i32[n]."""
+    indexed, other = config.groups[config.indexed_group], config.groups[group_id]
+    num_columns = found.shape[0] * indexed.block_size // other.block_size
+    indexed_columns, slots = link_places(num_columns, group_id, config)
     return get_at(links.block_ids, (found[indexed_columns], slots), links.indexed_ids.shape[0])
+
+
+def link_places(num_columns: int, group_id: int, config: CacheConfig) -> tuple[np.ndarray, np.ndarray]:
+    """Finds what the first columns of a group are linked to, i32[num_columns] twice.
+
+    Returns:
+      The columns of the indexed group that hold the last token of each; and its place among the blocks there.
+    """
+    indexed, other = config.groups[config.indexed_group], config.groups[group_id]
+    columns = np.arange(num_columns, dtype=np.int32)
+    indexed_columns = ((columns + 1) * other.block_size - 1) // indexed.block_size
+    return indexed_columns, columns - indexed_columns * indexed.block_size // other.block_size
 
 
 def _padded(block_ids: jax.Array, pool: BlockPool) -> jax.Array:
