@@ -79,25 +79,28 @@ def init(
 
 
 def _empty_kept(config: CacheConfig, sharding: Sharding | PartitionSpec | None) -> Any:
-    """Makes what the config's keeper keeps, zeroed; heads are split as `sharding` splits those of keys."""
+    """Makes what the config's keeper keeps, zeroed; `sharding` splits their heads too."""
     kind = config.keeper.memory_kind
     if kind is None:
         return None
-    is_traced = isinstance(jnp.zeros(()), Tracer)
+    if isinstance(jnp.zeros(()), Tracer):  # the program knows the place
+
+        def zeros(array: KeptArray) -> jax.Array:
+            return jax.device_put(jnp.zeros(array.shape, array.dtype), jax.memory.Space.Host)
+
+        return jax.tree.map(zeros, config.keeper.arrays(config))
     mesh = sharding.mesh if isinstance(sharding, NamedSharding) else jax.sharding.get_mesh()
-    if sharding is None and mesh.empty and not is_traced:
+    if sharding is None and mesh.empty:
         sharding = SingleDeviceSharding(*jnp.zeros(()).devices())
 
-    def zeros(array: KeptArray) -> jax.Array:
-        if is_traced:  # the program knows the place
-            return jax.device_put(jnp.zeros(array.shape, array.dtype), jax.memory.Space.Host)
+    def placed(array: KeptArray) -> jax.Array:
         where = sharding
         if where is None or isinstance(where, NamedSharding | PartitionSpec):
             spec = where.spec if isinstance(where, NamedSharding) else where or PartitionSpec()
             where = NamedSharding(mesh, array.spec(spec[1] if len(spec) > 1 else None))
         return jax.device_put(np.zeros(array.shape, array.dtype), where.with_memory_kind(kind))
 
-    return jax.tree.map(zeros, config.keeper.arrays(config))
+    return jax.tree.map(placed, config.keeper.arrays(config))
 
 
 def _is_plain() -> bool:

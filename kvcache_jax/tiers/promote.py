@@ -37,14 +37,18 @@ def hold(control: Control, hits: Sequence[jax.Array], config: CacheConfig) -> Co
     num_hits = add_at(tier.num_hits, hits[config.indexed_group], 1)
     tier = dataclasses.replace(tier, num_hits=num_hits)
 
-    def hold_all(tier: HostTier) -> HostTier:
-        for g, ids in enumerate(hits):
-            pool = tier.control.block_pools[g]
-            ids = hosted_ids(ids, control.block_pools[g].num_blocks, pool.num_blocks)
-            tier = tier.with_pool(g, block_pool.reuse(pool, ids))
-        return tier
+    for g, ids in enumerate(hits):
+        pool = tier.control.block_pools[g]
+        ids = hosted_ids(ids, control.block_pools[g].num_blocks, pool.num_blocks)
+        tier = tier.with_pool(g, block_pool.revive(pool, ids)[0])
+    return with_tier(control, tier)
 
-    return with_tier(control, run_if(_are_hosted(control, hits), hold_all, tier))
+
+def _swept(tier: HostTier) -> HostTier:
+    """Returns the state with room in the queues for the blocks that are held."""
+    for g, pool in enumerate(tier.control.block_pools):
+        tier = tier.with_pool(g, block_pool.sweep_queue(pool, pool.num_free >= 0))
+    return tier
 
 
 def _are_hosted(control: Control, hits: Sequence[jax.Array]) -> jax.Array:
@@ -67,6 +71,7 @@ def restore(
     """
 
     def restore_all(control: Control) -> Control:
+        control = with_tier(control, _swept(tier_of(control)))
         control = _restore_indexed(
             control, rows, hits[config.indexed_group], held[config.indexed_group], config
         )
