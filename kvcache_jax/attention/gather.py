@@ -44,6 +44,7 @@ def gather(cache: Cache, seq_id: ArrayLike, layer: Layer) -> tuple[jax.Array, ja
     """
     group_id, index = arguments.locate_layer(cache.config, layer)
     arguments.require_keys(cache.config, layer, group_id)
+    cache = cache.config.keeper.settle(cache)
     pool = arguments.pool_of(cache, group_id)
     seq_id = arguments.int_scalar("seq_id", seq_id)
     group = cache.config.groups[group_id]

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvcache_jax.arrays.derivatives import no_derivative, reverse_mode_only
-from kvcache_jax.arrays.masked_updates import common_bound, get_at, quotient, remainder
+from kvcache_jax.arrays.masked_updates import common_bound, get_at, quotient, remainder, run_if
 from kvcache_jax.arrays.sharding import as_varied, axis_of_types, axis_to_map, for_each_head, over_heads
 from kvcache_jax.core import backends
 from kvcache_jax.core.choose_backend import choose
@@ -189,10 +189,21 @@ _store.defvjp(_store_fwd, _store_bwd)
 def copy_all(cache: Cache, copies: Mapping[int, BlockCopies]) -> Cache:
     """Copies whole blocks of all layers, per layer group, in place under donation.
 
-    A source block may be a later copy's destination: its last owner now uses the copy.
+    A source block may be a later copy's destination: its last owner now uses the copy. What a keeper has to
+    move is moved first.
     """
+    keeper = cache.config.keeper
+    is_settled = keeper.is_settled(cache.control)
+    if isinstance(is_settled, bool):
+        return _copy_all(cache, copies)
+    # One condition in place of one per group, and of the keeper's.
+    num_moves = sum((copied.num_copies for copied in copies.values()), start=(~is_settled).astype(jnp.int32))
+    return run_if(common_bound(num_moves) > 0, lambda cache: _copy_all(keeper.settle(cache), copies), cache)
+
+
+def _copy_all(cache: Cache, copies: Mapping[int, BlockCopies]) -> Cache:
     config, pools = cache.config, list(cache.pools)
-    for g, copied in copies.items():
+    for g, copied in copies.items() if pools else ():
         group = config.groups[g]
         if not group.arrays:
             continue

@@ -159,6 +159,8 @@ def _compose(
     rows = jnp.where(ok, seq_ids, control.max_seqs)
     exchanges = {g: columns.exchange for g, columns in enumerate(found)}
     control, new = carry_out(control, rows, exchanges, config)
+    cache = config.keeper.settle(dataclasses.replace(cache, control=control))
+    control = cache.control
     indexed_group = config.indexed_group
     control = _keep_recorded(control, exchanges[indexed_group].entries, new[indexed_group])
     for g, (group, columns) in enumerate(zip(config.groups, found, strict=True)):

@@ -129,6 +129,8 @@ def _store(
     is_new = plan.new_ids < chunks.num_chunks
     needs = {g: num_true(columns.is_copied & is_new[:, None]) for g, columns in enumerate(plan.columns)}
     control = eviction.make_room(control, needs, config)
+    cache = config.keeper.settle(dataclasses.replace(cache, control=control))
+    control = cache.control
     pools, block_ids = [], []
     for g, (pool, group, columns) in enumerate(
         zip(control.block_pools, config.groups, plan.columns, strict=True)

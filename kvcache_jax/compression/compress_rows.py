@@ -169,6 +169,8 @@ def _compress(
     plan = _plan(control, seq_ids, scores, num_keep, config)
     exchanges = {g: columns.exchange for g, columns in plan.columns.items()}
     control, new = carry_out(control, plan.rows, exchanges, config)
+    cache = config.keeper.settle(dataclasses.replace(cache, control=control))
+    control = cache.control
     is_row = (plan.rows < control.max_seqs)[:, None]
     for g, group in config.row_groups.items() if cache.pools else ():
         destination = jnp.where(is_row, jnp.minimum(plan.columns[g].reused, new[g]), group.num_blocks)

@@ -237,6 +237,8 @@ def _drop_and_rotate(
     plan = plan._replace(status=status, rows=jnp.where(ok, plan.rows, control.max_seqs))
 
     control, new = carry_out(control, plan.rows, exchanges, config)
+    cache = config.keeper.settle(dataclasses.replace(cache, control=control))
+    control = cache.control
     distance = plan.holes.num_hidden + plan.holes.num_dropped
     lens = num_sinks, plan.context_len, distance
     for g, group in groups.items():

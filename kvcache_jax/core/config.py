@@ -14,6 +14,7 @@ from kvcache_jax.arrays.pytree import FORMAT_VERSION, require_format
 from kvcache_jax.core.backends import require_name
 from kvcache_jax.core.eviction_policy import LRU, policies
 from kvcache_jax.core.extras import Extra, Hooks, check_extras, extra_from_json, extra_to_json
+from kvcache_jax.core.keeper import Keeper
 from kvcache_jax.core.memory_plan import check_indices, spend
 from kvcache_jax.core.snapshots import Snapshots, check_snapshots
 from kvcache_jax.layers.block_array import check_arrays
@@ -233,6 +234,11 @@ class CacheConfig:
     def hooks(self) -> Hooks:
         """The extras, as operations ask them."""
         return Hooks(self.extras)
+
+    @property
+    def keeper(self) -> Keeper:
+        """The extra that keeps the contents of blocks, or one that keeps nothing."""
+        return next((extra for extra in self.extras if isinstance(extra, Keeper)), Keeper())
 
     @property
     def hides_tokens(self) -> bool:

@@ -1,5 +1,6 @@
 """States in which nothing is held, from which `init`, `reset` and a forgotten index start."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -31,8 +32,14 @@ def in_place_of(old: Any, fresh: Any) -> Any:
     return jax.tree.map(lambda x, new: jnp.where(jnp.zeros_like(x, bool), x, new), old, fresh)
 
 
-def empty_control(config: CacheConfig, hash_key: Any, numpy: Any = jnp) -> Control:
-    """Builds a control state of idle rows and free blocks alone; `numpy` makes its arrays."""
+def empty_control(
+    config: CacheConfig, hash_key: Any, numpy: Any = jnp, groups: Sequence[LayerGroup] | None = None
+) -> Control:
+    """Builds a control state of idle rows and free blocks alone; `numpy` makes its arrays.
+
+    With `groups`, of the layer groups of the config in other sizes.
+    """
+    groups = config.groups if groups is None else groups
 
     def ints(*shape: int, fill: int = 0) -> Any:
         return numpy.full(shape, fill, jnp.int32)
@@ -53,7 +60,7 @@ def empty_control(config: CacheConfig, hash_key: Any, numpy: Any = jnp) -> Contr
         source_len=ints(max_seqs) if config.source_layers else None,
         marks=_no_marks(config, numpy),
         holes=_no_holes(config, numpy) if config.hides_tokens else None,
-        prefix_index=empty_index(config, numpy) if config.enable_prefix_caching else None,
+        prefix_index=empty_index(config, numpy, groups) if config.enable_prefix_caching else None,
         block_pools=tuple(
             BlockPool(
                 block_table=ints(max_seqs, group.max_blocks_per_seq, fill=group.num_blocks),
@@ -64,7 +71,7 @@ def empty_control(config: CacheConfig, hash_key: Any, numpy: Any = jnp) -> Contr
                 peak_used=ints(),
                 cached=_no_cached_blocks(group.num_blocks, numpy) if config.enable_prefix_caching else None,
             )
-            for group in config.groups
+            for group in groups
         ),
         extras={name: values for name, values in extras.items() if values is not None},
     )
@@ -94,12 +101,15 @@ def _no_cached_blocks(num_blocks: int, numpy: Any) -> CachedBlocks:
     )
 
 
-def empty_index(config: CacheConfig, numpy: Any = jnp) -> PrefixIndex:
-    """Builds an index in which nothing is published; `numpy` makes its arrays."""
-    group = config.groups[config.indexed_group]
-    num_blocks, states = group.num_blocks, config.snapshot_groups.values()
+def empty_index(
+    config: CacheConfig, numpy: Any = jnp, groups: Sequence[LayerGroup] | None = None
+) -> PrefixIndex:
+    """Builds an index in which nothing is published, as `empty_control`."""
+    groups = config.groups if groups is None else groups
+    group = groups[config.indexed_group]
+    num_blocks = group.num_blocks
 
-    def links_to(other: LayerGroup) -> GroupLinks | None:
+    def links_to(group_id: int, other: LayerGroup) -> GroupLinks | None:
         if other is group:
             return None
         num_links = ceil_div(group.block_size, other.block_size) if other.span.is_in_prefix else 0
@@ -107,7 +117,7 @@ def empty_index(config: CacheConfig, numpy: Any = jnp) -> PrefixIndex:
         return GroupLinks(
             block_ids=numpy.full(shape, other.num_blocks, jnp.int32),
             indexed_ids=numpy.full(other.num_blocks, num_blocks, jnp.int32),
-            is_wanted=numpy.zeros(other.num_blocks, bool) if other in states else None,
+            is_wanted=numpy.zeros(other.num_blocks, bool) if group_id in config.snapshot_groups else None,
         )
 
     return PrefixIndex(
@@ -116,7 +126,7 @@ def empty_index(config: CacheConfig, numpy: Any = jnp) -> PrefixIndex:
         block_hash=numpy.zeros((num_blocks, 2), jnp.uint32),
         parent=numpy.full(num_blocks, num_blocks, jnp.int32),
         namespace=numpy.zeros((num_blocks, 4), jnp.uint32),
-        group_links=tuple(links_to(other) for other in config.groups),
+        group_links=tuple(links_to(*pair) for pair in enumerate(groups)),
         history=_empty_history(config.eviction_policy, num_blocks, numpy),
     )
 

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from kvcache_jax.core.keeper import Keeper
 from kvcache_jax.layers.layer_kind import kind_name
 
 
@@ -180,6 +181,8 @@ def check_extras(extras: Any) -> Hooks:
     for name in names:
         if names.count(name) > 1:
             raise ValueError(f"extras has {names.count(name)} of the name {name!r}, expected one of each")
+    if sum(isinstance(extra, Keeper) for extra in extras) > 1:
+        raise ValueError(f"extras has several that keep contents of blocks, expected one at most: {extras!r}")
     return Hooks(extras)
 
 

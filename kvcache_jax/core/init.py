@@ -5,12 +5,13 @@ import functools
 import logging
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from kvcache_jax.arrays.number_checks import static_flag
 from kvcache_jax.arrays.sharding import axis_of_types, check_in_mesh
@@ -19,6 +20,7 @@ from kvcache_jax.core.choose_backend import load
 from kvcache_jax.core.config import CacheConfig, require_config
 from kvcache_jax.core.describe import describe
 from kvcache_jax.core.empty_state import empty_control, empty_pools, in_place_of
+from kvcache_jax.core.keeper import KeptArray
 from kvcache_jax.core.state import Cache, Control, KVPool
 from kvcache_jax.layers.layer_group import LayerGroup
 
@@ -69,9 +71,36 @@ def init(
         cache = Cache(control=control, pools=empty_pools(config) if storage else (), config=config)
     else:
         cache = _builder(config, sharding, storage)()
+    if storage:
+        cache = dataclasses.replace(cache, kept=_empty_kept(config, sharding))
     if _log.isEnabledFor(logging.INFO):
         _log.info("init: %s", describe(config))
     return cache
+
+
+def _empty_kept(config: CacheConfig, sharding: Sharding | PartitionSpec | None) -> Any:
+    """Makes what the config's keeper keeps, zeroed; `sharding` splits their heads too."""
+    kind = config.keeper.memory_kind
+    if kind is None:
+        return None
+    if isinstance(jnp.zeros(()), Tracer):  # the program knows the place
+
+        def zeros(array: KeptArray) -> jax.Array:
+            return jax.device_put(jnp.zeros(array.shape, array.dtype), jax.memory.Space.Host)
+
+        return jax.tree.map(zeros, config.keeper.arrays(config))
+    mesh = sharding.mesh if isinstance(sharding, NamedSharding) else jax.sharding.get_mesh()
+    if sharding is None and mesh.empty:
+        sharding = SingleDeviceSharding(*jnp.zeros(()).devices())
+
+    def placed(array: KeptArray) -> jax.Array:
+        where = sharding
+        if where is None or isinstance(where, NamedSharding | PartitionSpec):
+            spec = where.spec if isinstance(where, NamedSharding) else where or PartitionSpec()
+            where = NamedSharding(mesh, array.spec(spec[1] if len(spec) > 1 else None))
+        return jax.device_put(np.zeros(array.shape, array.dtype), where.with_memory_kind(kind))
+
+    return jax.tree.map(placed, config.keeper.arrays(config))
 
 
 def _is_plain() -> bool:

@@ -249,11 +249,13 @@ class Cache:
       control: Control, the blocks that each row holds.
       pools: one KVPool per layer group; empty when built with `storage=False`.
       config: CacheConfig (static): kinds and options. Sizes are read from the arrays.
+      kept: what an extra keeps of blocks outside of the pools (`core/keeper.py`); None for nothing.
     """
 
     control: Control
     pools: tuple[KVPool, ...]
     config: CacheConfig
+    kept: Any = None
 
     @property
     def context_len(self) -> jax.Array:
@@ -285,12 +287,14 @@ class Admission:
       num_items_cached: i32[n], multimodal items among them, which need not be encoded.
       junction: i32[n], the length up to which keys were found further than the states of recurrent layers; 0
         for none. The states at its end are kept, so that the next prompt that parts there starts from it.
+      num_promoted: i32[n], tokens among them that an extra kept outside of the pools.
     """
 
     status: jax.Array
     num_cached: jax.Array
     num_items_cached: jax.Array
     junction: jax.Array
+    num_promoted: jax.Array
 
 
 @pytree_dataclass(Static("within", span_to_json, span_from_json))

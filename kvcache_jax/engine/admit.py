@@ -47,10 +47,10 @@ class _Admitting(NamedTuple):
 
 
 def admit(state: EngineState, options: Options) -> EngineState:
-    """Admits waiting requests, at most `options.most_admissions` looks; touches no pool."""
+    """Admits waiting requests, at most `options.most_admissions` looks."""
     looks_up = policies.find(options.policy).options["looks_up"]
     cached = num_cached_of(state) if looks_up else None
-    pools = state.cache.pools
+    pools, kept = state.cache.pools, state.cache.kept
 
     def look(loop: _Admitting) -> _Admitting:
         state = loop.state
@@ -76,10 +76,11 @@ def admit(state: EngineState, options: Options) -> EngineState:
         return loop.goes_on & (loop.num_looks < options.most_admissions)
 
     # Without the pools, which nothing here reads.
-    state = dataclasses.replace(state, cache=dataclasses.replace(state.cache, pools=()))
+    state = dataclasses.replace(state, cache=dataclasses.replace(state.cache, pools=(), kept=None))
     start = _Admitting(state, jnp.zeros(state.phase.shape, bool), jnp.int32(0), waits(state).any())
     loop = lax.while_loop(goes_on, look, start)
-    cache = dataclasses.replace(loop.state.cache, pools=pools)
+    cache = dataclasses.replace(loop.state.cache, pools=pools, kept=kept)
+    cache = cache.config.keeper.settle(cache)
     # Looks ran out, or requests were passed: in both cases a later step has to look again.
     return dataclasses.replace(loop.state, cache=cache, may_admit=loop.goes_on | loop.is_passed.any())
 

@@ -75,7 +75,7 @@ def finish(state: EngineState) -> EngineState:
 
 
 def schedule(state: EngineState, options: Options) -> tuple[EngineState, PromptPieces]:
-    """Frees rows that ended, admits, and shares the budget among prompts; reads and writes no pool."""
+    """Frees rows that ended, admits, and shares the budget among prompts."""
     state = admit(finish(state), options)
     return state, plan_prompts(state, options)
 

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.init import init
+from kvcache_jax.core.keeper import KeptArray
 from kvcache_jax.core.state import Cache
 from kvcache_jax.engine.options import Options, Placement, require_axis
 from kvcache_jax.engine.program import Inbox, run_dispatch
@@ -40,7 +41,7 @@ class Shards:
         self._params_spec = PartitionSpec() if spec is None else spec
         if mesh is None:
             self._home = _home_of(params)
-            self._program = _program_at(self._home)
+            self._program = _program_at(self._home, config)
             self._params_at = jax.tree.map(lambda x: x.sharding if _is_committed(x) else self._home, params)
         else:
             self._program = self._program_on(mesh)
@@ -64,7 +65,8 @@ class Shards:
         mesh = self._mesh
         if mesh is None:
             with jax.default_device(next(iter(self._home.device_set))):
-                return jax.device_put(empty_state(init(self._config), sizes, outbox_shape), self._home)
+                state = empty_state(init(self._config), sizes, outbox_shape)
+            return jax.device_put(state, _homes(self._home, self._config))
         config = dataclasses.replace(self._config, head_axis=None)
         control = empty_state(init(config, storage=False), sizes, outbox_shape)
         stacked = jax.tree.map(lambda x: np.stack([np.asarray(x)] * self.num_shards), control)
@@ -76,8 +78,16 @@ class Shards:
             out_shardings=pool,
         )()
         state = jax.device_put(stacked, rows)
-        cache = Cache(control=state.cache.control, pools=pools, config=self._config)
+        kept = jax.tree.map(self._empty_kept, config.keeper.arrays(config))
+        cache = Cache(control=state.cache.control, pools=pools, config=self._config, kept=kept)
         return dataclasses.replace(state, cache=cache)
+
+    def _empty_kept(self, array: KeptArray) -> jax.Array:
+        """Makes an array of what the config's keeper keeps, for all shards."""
+        assert self._mesh is not None
+        spec = PartitionSpec(self._row_axis, *array.spec(self._config.head_axis))
+        sharding = NamedSharding(self._mesh, spec, memory_kind=self._config.keeper.memory_kind)
+        return jax.device_put(np.zeros((self.num_shards, *array.shape), array.dtype), sharding)
 
     def run(
         self,
@@ -122,7 +132,14 @@ class Shards:
                 return jax.tree.map(lambda x: x[None], (state, report))
 
             specs = jax.tree.map(lambda _: rows, state)
-            cache = dataclasses.replace(specs.cache, pools=jax.tree.map(lambda _: pools, state.cache.pools))
+            cache = dataclasses.replace(
+                specs.cache,
+                pools=jax.tree.map(lambda _: pools, state.cache.pools),
+                kept=jax.tree.map(
+                    lambda array: PartitionSpec(self._row_axis, *array.spec(self._config.head_axis)),
+                    self._config.keeper.arrays(self._config),
+                ),
+            )
             specs = dataclasses.replace(specs, cache=cache)
             # Types do not follow which arrays differ: a shard's devices schedule alike by themselves.
             return jax.shard_map(
@@ -162,8 +179,17 @@ def _home_of(params: Any) -> Sharding:
     return NamedSharding(meshes[0], PartitionSpec())
 
 
+def _homes(home: Any, config: CacheConfig) -> EngineState:
+    """Returns where a state's arrays are: at home, and a keeper's in memory of another kind there."""
+    kind = config.keeper.memory_kind
+    kept = None if kind is None else home.with_memory_kind(kind)
+    parts = {field.name: home for field in dataclasses.fields(EngineState)}
+    parts["cache"] = Cache(control=home, pools=home, config=config, kept=kept)
+    return EngineState(**parts)
+
+
 @functools.cache
-def _program_at(home: Sharding) -> Any:
+def _program_at(home: Sharding, config: CacheConfig) -> Any:
     """Makes the program at one place, which engines of equal models, sizes and options share there."""
 
     def run(
@@ -174,7 +200,10 @@ def _program_at(home: Sharding) -> Any:
 
     # A state that comes out as it went in has the next dispatch run the same program.
     return jax.jit(
-        run, static_argnames=("model", "options"), donate_argnames="state", out_shardings=(home, home)
+        run,
+        static_argnames=("model", "options"),
+        donate_argnames="state",
+        out_shardings=(_homes(home, config), home),
     )
 
 

@@ -70,7 +70,7 @@ def check_invariants(cache: Cache) -> list[str]:
         return violations + unusable  # the checks below look things up by them
     for g, (pool, group) in enumerate(zip(cache.control.block_pools, cache.config.groups, strict=True)):
         violations += [
-            f"group {g}: {violation}" for violation in _check_counts(pool, *_blocks_of_extras(cache, g))
+            f"group {g}: {violation}" for violation in check_counts(pool, *_blocks_of_extras(cache, g))
         ]
         table, lengths = np.asarray(pool.block_table), np.asarray(row_len(cache.control, group.kind))
         for row, hole in enumerate(_holes_of(cache, g)):
@@ -157,7 +157,7 @@ def _check_ids(cache: Cache) -> list[str]:
     return violations
 
 
-def _check_counts(pool: BlockPool, *held_besides: np.ndarray) -> list[str]:
+def check_counts(pool: BlockPool, *held_besides: np.ndarray) -> list[str]:
     """Checks references, and the partition of the blocks into free, referenced and cached."""
     violations = []
     table, ref_count = np.asarray(pool.block_table), np.asarray(pool.ref_count)
@@ -267,7 +267,7 @@ def _check_index(cache: Cache) -> list[str]:
         violations.append(f"block {block} is in the wrong bucket")
     for g, (links, other) in enumerate(zip(index.group_links, control.block_pools, strict=True)):
         if links is not None and other.cached is not None:
-            found = _check_group_links(links, is_published, np.asarray(other.cached.is_published))
+            found = check_group_links(links, is_published, np.asarray(other.cached.is_published))
             violations += [f"group {g}: {what}" for what in found]
     return violations + _check_published_rows(cache, parent, namespaces, is_published)
 
@@ -294,7 +294,7 @@ def _check_history(
     return violations
 
 
-def _check_group_links(links: GroupLinks, is_indexed: np.ndarray, is_published: np.ndarray) -> list[str]:
+def check_group_links(links: GroupLinks, is_indexed: np.ndarray, is_published: np.ndarray) -> list[str]:
     """Checks that links between published blocks and blocks of another group agree in both directions."""
     violations, block_ids, indexed_ids = [], np.asarray(links.block_ids), np.asarray(links.indexed_ids)
     indexed, slots = np.nonzero(block_ids < len(is_published))

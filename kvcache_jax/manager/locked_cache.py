@@ -93,7 +93,8 @@ class CacheHolder:
         """
         assert self.cache is not None
         control, result = program(without_pools(self.cache), *args)
-        return dataclasses.replace(control, pools=self.cache.pools), self.fetch(result)
+        cache = dataclasses.replace(control, pools=self.cache.pools, kept=self.cache.kept)
+        return cache, self.fetch(result)
 
     def step(self, program: Callable, *args: Any) -> Any:
         """Gives the cache to a jitted `program(cache, *args) -> (cache, result)`; keeps the returned one."""

@@ -1,6 +1,7 @@
 """The operation `allocate`: starts rows on cached prefixes of their prompts, and reserves their blocks."""
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,6 +27,7 @@ from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.counter import Counter, count_events
 from kvcache_jax.core.state import Admission, BlockPool, Cache, Control, mark_used
 from kvcache_jax.core.status import Status, first_failure
+from kvcache_jax.layers.layer_group import LayerGroup
 from kvcache_jax.operations.rows import check_ids, on_rows
 from kvcache_jax.prefix import eviction, group_links, partial_hit, prefix_index, snapshots
 
@@ -116,7 +118,9 @@ class Prompts(NamedTuple):
 class Hits(NamedTuple):
     """The cached blocks that rows start on."""
 
-    block_ids: list[jax.Array]  # per layer group i32[n, max_blocks_per_seq], blocks by column, or nowhere
+    block_ids: list[
+        jax.Array
+    ]  # per layer group i32[n, max_blocks_per_seq], by column, nowhere; past it a keeper's
     num_tokens: jax.Array  # i32[n], their tokens
     junction: jax.Array  # i32[n], tokens whose keys are cached, where these are more, else 0
 
@@ -139,7 +143,7 @@ def allocate_rows(
         (num_tokens > config.max_seq_len, Status.TOO_LONG),
         (num_tokens > most, Status.BAD_LENGTH),
     )
-    control, ok = _with_blocks(control, status == Status.OK, hits, num_new)
+    control, ok = with_blocks(control, status == Status.OK, hits, num_new)
     status = jnp.where((status == Status.OK) & ~ok, jnp.int32(Status.OUT_OF_BLOCKS), status)
     rows = jnp.where(ok, seq_ids, control.max_seqs)
     num_cached, junction = jnp.where(ok, num_cached, 0), jnp.where(ok, junction, 0)
@@ -163,20 +167,24 @@ def allocate_rows(
         index = prefix_index.note_hits(
             control.prefix_index, hits[config.indexed_group], control.clock, prompts.priority
         )
-        pools = tuple(block_pool.reuse(*pair) for pair in zip(control.block_pools, hits, strict=True))
         index = snapshots.note_wanted(index, hits)
-        control = dataclasses.replace(control, block_pools=pools, prefix_index=index)
-        needs = {g: jnp.sum(num_blocks, dtype=jnp.int32) for g, num_blocks in enumerate(num_new)}
-        control = eviction.make_room(control, needs, config)
-    pools = list(control.block_pools)
+        control = dataclasses.replace(control, prefix_index=index)
+    is_new = {}
     for g, group in config.row_groups.items():
         columns = jnp.arange(group.max_blocks_per_seq, dtype=jnp.int32)[None]
         first = quotient(num_cached, group.block_size)[:, None]
+        is_kept = _is_kept(hits[g], group)
+        num_fresh = num_new[g] - jnp.sum(is_kept, axis=1, dtype=jnp.int32)
         # The copy of a block that is hit in part was needed and is not held: `extend` takes it.
-        is_new = (columns >= first + num_partial[:, None]) & (columns < first + num_new[g][:, None])
-        pool, new = block_pool.take(pools[g], is_new)
-        held = jnp.minimum(hits[g], new)  # each column has a hit, a new block, or nowhere twice
-        pools[g] = dataclasses.replace(pool, block_table=set_at(pool.block_table, rows, held))
+        is_new[g] = (columns >= first + num_partial[:, None]) & (columns < first + num_fresh[:, None])
+        is_new[g] |= is_kept
+    control, held = hold_and_take(control, rows, hits, num_new, is_new, config)
+    pools = [
+        dataclasses.replace(pool, block_table=set_at(pool.block_table, rows, held[g])) if g in held else pool
+        for g, pool in enumerate(control.block_pools)
+    ]
+    indexed = config.groups[config.indexed_group]
+    num_promoted = jnp.sum(_is_kept(hits[config.indexed_group], indexed), axis=1, dtype=jnp.int32)
     num_items_cached = jnp.zeros_like(num_cached)
     if prompts.items is not None:
         first, end = prompts.items[..., 0], prompts.items[..., 1]
@@ -186,7 +194,13 @@ def allocate_rows(
         control,
         counters=_count_admissions(control, ok, prompts, num_cached, junction, config),
         block_pools=tuple(pools),
-    ), Admission(status=status, num_cached=num_cached, num_items_cached=num_items_cached, junction=junction)
+    ), Admission(
+        status=status,
+        num_cached=num_cached,
+        num_items_cached=num_items_cached,
+        junction=junction,
+        num_promoted=num_promoted * indexed.block_size,
+    )
 
 
 def _marks(
@@ -201,6 +215,41 @@ def _marks(
     junction = jnp.where(config.snapshots.at_junctions, junction, 0)
     end = jnp.where(end == junction, 0, end)
     return {"marks": jnp.stack([junction, end], axis=1)}
+
+
+def hold_and_take(
+    control: Control,
+    rows: jax.Array,
+    hits: list[jax.Array],
+    num_needed: Sequence[jax.Array],
+    is_new: Mapping[int, jax.Array],
+    config: CacheConfig,
+) -> tuple[Control, dict[int, jax.Array]]:
+    """Holds hits for rows, then evicts and takes blocks; the caller has checked that there are enough.
+
+    Args:
+      control: The state.
+      rows: i32[n], the rows that start; `max_seqs` for none.
+      hits: Per layer group i32[n, C], blocks by column, as in `Hits`.
+      num_needed: Per layer group i32[n], blocks that must be free.
+      is_new: Per layer group bool[n, C], the columns that get a block.
+      config: The cache's.
+
+    Returns:
+      The control state; and per layer group i32[n, C], the blocks held, or nowhere.
+    """
+    if control.prefix_index is not None:
+        pools = tuple(block_pool.reuse(*pair) for pair in zip(control.block_pools, hits, strict=True))
+        control = dataclasses.replace(control, block_pools=pools)
+        control = config.keeper.hold(control, hits, config)
+        needs = {g: jnp.sum(num_blocks, dtype=jnp.int32) for g, num_blocks in enumerate(num_needed)}
+        control = eviction.make_room(control, needs, config)
+    pools, held = list(control.block_pools), {}
+    for g, mask in is_new.items():
+        pools[g], new = block_pool.take(pools[g], mask)
+        held[g] = jnp.minimum(hits[g], new)  # each column has a hit, a new block, or nowhere twice
+    control = dataclasses.replace(control, block_pools=tuple(pools))
+    return config.keeper.restore(control, rows, hits, held, config), held
 
 
 def find_hits(control: Control, prompts: Prompts, config: CacheConfig) -> Hits:
@@ -219,9 +268,11 @@ def find_hits(control: Control, prompts: Prompts, config: CacheConfig) -> Hits:
             control.prefix_index, control.hash_key, tokens, num_tokens, namespace
         )
         found = jnp.where(reuse, found, control.block_pools[config.indexed_group].num_blocks)
-        columns, num_cached, junction = group_links.usable_prefix(control, found, items, config)
+        most = jnp.where(reuse, jnp.maximum(num_tokens - 1, 0), 0)
+        columns = group_links.find_columns(control, found, config)
+        columns = config.keeper.find(control, tokens, most, namespace, columns, config)
+        columns, num_cached, junction = group_links.usable_prefix(control, columns, items, config)
         if config.partial_hits:
-            most = jnp.where(reuse, num_tokens - 1, 0)
             columns, num_cached = partial_hit.with_partial_hit(
                 control, columns, num_cached, tokens, num_tokens, most, namespace, items, config
             )
@@ -245,17 +296,23 @@ def _num_new(
 ) -> list[jax.Array]:
     """Counts the blocks to take, per group i32[n]; a window group reserves no more than a row may hold.
 
-    For a block that is hit in part its copy counts.
+    For a block that is hit in part its copy counts, and for those that a keeper has the blocks that get them.
     """
     num_new, num_partial = [jnp.zeros_like(num_cached)] * len(hits), _num_partial(num_cached, config)
     for g, group in config.row_groups.items():
         if group.span.is_read_later:  # `extend` takes its blocks: the pool has enough for all rows
             continue
-        num_hits = jnp.sum(hits[g] < group.num_blocks, axis=1, dtype=jnp.int32) - num_partial
+        num_hits = jnp.sum(hits[g] != group.num_blocks, axis=1, dtype=jnp.int32) - num_partial
         num_blocks = group.num_columns(prompts.num_tokens)
         num_blocks -= quotient(num_cached, group.block_size)
         num_new[g] = jnp.minimum(num_blocks, group.max_held_blocks - num_hits)
+        num_new[g] += jnp.sum(_is_kept(hits[g], group), axis=1, dtype=jnp.int32)
     return num_new
+
+
+def _is_kept(hits: jax.Array, group: LayerGroup) -> jax.Array:
+    """Masks the hits that a keeper has, and that new blocks get."""
+    return hits > group.num_blocks
 
 
 def _num_partial(num_cached: jax.Array, config: CacheConfig) -> jax.Array:
@@ -266,7 +323,7 @@ def _num_partial(num_cached: jax.Array, config: CacheConfig) -> jax.Array:
     return is_partial.astype(jnp.int32)
 
 
-def _with_blocks(
+def with_blocks(
     control: Control, wants: jax.Array, hits: list[jax.Array], num_new: list[jax.Array]
 ) -> tuple[Control, jax.Array]:
     """Keeps the rows of bool[n] for which there are blocks, in entry order.

@@ -228,6 +228,9 @@ def _publish_batch(
         block_pools=(*control.block_pools[:group_id], pool, *control.block_pools[group_id + 1 :]),
         counters=count_events(control.counters, {Counter.ADOPTIONS: num_adopted}),
     )
+    control = config.keeper.publish(
+        control, jnp.where(found.is_new, batch.block_ids, pool.num_blocks), config
+    )
     if len(config.groups) > 1:
         control = group_links.link(
             control, found.is_done, batch.seq_ids, batch.column, found.canonical, config

@@ -139,7 +139,7 @@ def _reset_index(control: Control, config: CacheConfig) -> tuple[Control, jax.Ar
     assert index is not None
     empty = dataclasses.replace(empty_index(config), block_tokens=index.block_tokens)
     return dataclasses.replace(
-        control,
+        config.keeper.forget_contents(control, config),
         num_published=jnp.zeros_like(control.num_published),
         # Unspecified entries of an empty index stay as they are.
         prefix_index=jax.tree.map(lambda x, new: jnp.where(num_dropped > 0, new, x), index, empty),

@@ -130,8 +130,7 @@ def _extend(
     cache = dataclasses.replace(cache, control=control)
     if cache.pools:
         step = plan_attention(cache, step)
-        cache = storage.copy_all(cache, copies)
-    return cache, step
+    return storage.copy_all(cache, copies), step
 
 
 def take_blocks(

@@ -58,8 +58,7 @@ def reserve(cache: Cache, num_new: jax.Array, max_new: int) -> Cache:
     control, copies = take_blocks(control, plan, config)
     if control.prefix_index is not None:
         control = _note_copies(control, plan, copies[config.indexed_group], config)
-    cache = dataclasses.replace(cache, control=control)
-    return storage.copy_all(cache, copies) if cache.pools else cache
+    return storage.copy_all(dataclasses.replace(cache, control=control), copies)
 
 
 def _note_copies(control: Control, plan: ExtendPlan, copied: BlockCopies, config: CacheConfig) -> Control:

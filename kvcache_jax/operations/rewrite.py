@@ -103,8 +103,7 @@ def _rewrite(cache: Cache, seq_ids: jax.Array, indices: jax.Array) -> tuple[Cach
     cache = dataclasses.replace(cache, control=control)
     if cache.pools:
         step = plan_attention(cache, step, is_contiguous=False)
-        cache = storage.copy_all(cache, copies)
-    return cache, step
+    return storage.copy_all(cache, copies), step
 
 
 def _checked(

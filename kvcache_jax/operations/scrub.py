@@ -66,6 +66,7 @@ def scrub(
     """
     if (seq_ids is None) == (namespace is None):
         raise ValueError("scrub got both or none of seq_ids and namespace, expected one of them")
+    cache = cache.config.keeper.settle(cache)
     if seq_ids is not None:
         return _scrub(cache, arguments.int_column("seq_ids", seq_ids), None)
     return _scrub(cache, None, arguments.namespace_words(namespace, 1)[0])
@@ -83,6 +84,8 @@ def _scrub(cache: Cache, seq_ids: jax.Array | None, words: jax.Array | None) -> 
         assert words is not None
         is_row = (control.namespace == words[None]).all(axis=-1) & control.is_active
     masks = _blocks_of_rows(cache, is_row) if words is None else _blocks_not_of_others(cache, is_row, words)
+    cache = cache.config.keeper.scrub(cache, masks, words)
+    control = cache.control
     if words is not None:
         control = cache.config.hooks.forget_namespace(control, words)
     control = _unpublish(_end_rows(control, is_row, cache.config), masks, cache.config)

@@ -65,7 +65,7 @@ def export_blocks(cache: Cache, block_ids: IntRows) -> BlockContents:
       ValueError: the cache has no prefix caching.
     """
     require_prefix_index("export_blocks", cache)
-    return _export(cache, arguments.int_column("block_ids", block_ids))
+    return _export(cache.config.keeper.settle(cache), arguments.int_column("block_ids", block_ids))
 
 
 @jax.jit
@@ -149,7 +149,7 @@ def import_blocks(cache: Cache, contents: BlockContents) -> tuple[Cache, jax.Arr
             f"contents is a {type(contents).__name__}, expected the BlockContents of export_blocks"
         )
     _check_shapes(cache, contents)
-    return _import(cache, arguments.owned(contents))
+    return _import(cache.config.keeper.settle(cache), arguments.owned(contents))
 
 
 def _check_shapes(cache: Cache, contents: BlockContents) -> None:
@@ -309,6 +309,7 @@ def _publish(
         links.append(group_links)
     index = dataclasses.replace(index, group_links=tuple(links))
     control = dataclasses.replace(control, prefix_index=index, block_pools=tuple(pools))
+    control = config.keeper.publish(control, jnp.where(enters, new, nowhere), config)
     chain = jnp.where(enters, set_at(chain, column, new[0]), nowhere)
     return control, _Published(status, tuple(block_ids), chain)
 

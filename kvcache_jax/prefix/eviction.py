@@ -82,7 +82,9 @@ def _evict_from_front(
     num_passed = jnp.where(stays.any(), first_true(stays).astype(jnp.uint32), jnp.uint32(num_entries))
     head = cached.head + jnp.minimum(num_passed, cached.tail - cached.head)
     pool = dataclasses.replace(pool, cached=dataclasses.replace(cached, head=head))
-    control = unpublish(control, group_id, jnp.where(is_victim, block_ids, pool.num_blocks), pool, config)
+    victims = jnp.where(is_victim, block_ids, pool.num_blocks)
+    control = config.keeper.evict(control, group_id, victims, config)
+    control = unpublish(control, group_id, victims, pool, config)
     # At the end of the queue all counts as evicted, so that the loop ends.
     return control, jnp.where(head == cached.tail, most, jnp.minimum(num_found, most))
 
@@ -128,6 +130,7 @@ def _evict_by_key(
         heap, block_ids = lax.scan(
             lambda heap, n: victim_heap.pop(heap, left > n, pool.num_blocks), heap, order
         )
+        control = config.keeper.evict(control, group_id, block_ids, config)
         control = unpublish(control, group_id, block_ids, pool, config)
         index = control.prefix_index
         assert index is not None and index.history is not None

@@ -22,38 +22,50 @@ from kvcache_jax.arrays.masked_updates import (
 )
 from kvcache_jax.blocks import block_pool
 from kvcache_jax.core.config import CacheConfig
-from kvcache_jax.core.state import BlockPool, Control, PrefixIndex
+from kvcache_jax.core.state import BlockPool, Control, GroupLinks, PrefixIndex
 from kvcache_jax.layers.layer_group import LayerGroup
 
 
+def find_columns(control: Control, found: jax.Array, config: CacheConfig) -> list[jax.Array]:
+    """Lists every group's blocks for the prefix `found` i32[K] of the indexed group, i32[any] by column."""
+    index, pools = control.prefix_index, control.block_pools
+    assert index is not None
+    found = found[: pools[config.indexed_group].max_blocks_per_seq]
+
+    def columns_of(group_id: int, links: GroupLinks | None) -> jax.Array:
+        if links is None:
+            return found
+        if not links.block_ids.shape[1]:  # no prefix needs blocks of the group
+            return jnp.full_like(found, pools[group_id].num_blocks)
+        return linked_columns(links, found, group_id, config)[: pools[group_id].max_blocks_per_seq]
+
+    return [columns_of(*pair) for pair in enumerate(index.group_links)]
+
+
 def usable_prefix(
-    control: Control, found: jax.Array, items: jax.Array | None, config: CacheConfig
+    control: Control, columns: list[jax.Array], items: jax.Array | None, config: CacheConfig
 ) -> tuple[list[jax.Array], jax.Array, jax.Array]:
-    """Finds the part of the indexed group's prefix `found` i32[K] that every group can serve.
+    """Finds the part of a prefix, found in `columns` per group i32[any], that every group can serve.
 
     Items i32[I, 2], first position and end, are reused whole or not at all. Returns the blocks to start from,
     per group i32[max_blocks_per_seq] by column, or nowhere; their tokens, i32[]; and the junction, i32[]: the
     tokens that the keys of all groups could serve where they are more, else 0.
     """
-    index, group_id = control.prefix_index, config.indexed_group
-    assert index is not None
-    indexed, pools = config.groups[group_id], control.block_pools
-    found = found[: pools[group_id].max_blocks_per_seq]
+    group_id, pools = config.indexed_group, control.block_pools
+    indexed, found = config.groups[group_id], columns[group_id]
     lengths = jnp.arange(found.shape[0] + 1, dtype=jnp.int32) * indexed.block_size
-    num_found = num_true(found < pools[group_id].num_blocks)
+    num_found = num_true(found != pools[group_id].num_blocks)
     # A hit ends at a block's end in every group, so that no row writes into a block that was hit.
     step = config.prefix_unit
     is_usable = (remainder(lengths, step) == 0) & (lengths <= num_found * indexed.block_size)
     if items is not None:
         is_inside = (items[:, :1] < lengths[None]) & (items[:, 1:] > lengths[None])  # [I, K + 1]
         is_usable &= ~is_inside.any(axis=0)
-    columns: list[jax.Array] = []
+    columns = [_padded(ids, pool) for ids, pool in zip(columns, pools, strict=True)]
     has_states = jnp.ones_like(is_usable)
     for g, (pool, group) in enumerate(zip(pools, config.groups, strict=True)):
         if g == group_id or not group.span.is_in_prefix:
-            columns.append(_padded(found if g == group_id else jnp.full_like(found, pool.num_blocks), pool))
             continue
-        columns.append(_padded(_columns(index, indexed, group, g, found), pool))
         num_missing = jnp.cumsum(
             jnp.append(jnp.zeros(1, bool), columns[g] == pool.num_blocks), dtype=jnp.int32
         )
@@ -76,17 +88,24 @@ def usable_prefix(
     return columns, num_tokens, junction
 
 
-def _columns(
-    index: PrefixIndex, indexed: LayerGroup, other: LayerGroup, other_id: int, found: jax.Array
-) -> jax.Array:
-    """Lists the other group's blocks for the prefix by column, i32[n]."""
-    links = index.group_links[other_id]
-    assert links is not None
-    columns = np.arange(found.shape[0] * indexed.block_size // other.block_size, dtype=np.int32)
-    # The columns of the indexed group that hold the last token of each of the other group's columns.
-    indexed_columns = ((columns + 1) * other.block_size - 1) // indexed.block_size
-    slots = columns - indexed_columns * indexed.block_size // other.block_size
+def linked_columns(links: GroupLinks, found: jax.Array, group_id: int, config: CacheConfig) -> jax.Array:
+    """Lists the blocks linked to the indexed blocks i32[K] of a prefix, by column of their group, i32[n]."""
+    indexed, other = config.groups[config.indexed_group], config.groups[group_id]
+    num_columns = found.shape[0] * indexed.block_size // other.block_size
+    indexed_columns, slots = link_places(num_columns, group_id, config)
     return get_at(links.block_ids, (found[indexed_columns], slots), links.indexed_ids.shape[0])
+
+
+def link_places(num_columns: int, group_id: int, config: CacheConfig) -> tuple[np.ndarray, np.ndarray]:
+    """Finds what the first columns of a group are linked to, i32[num_columns] twice.
+
+    Returns:
+      The columns of the indexed group that hold the last token of each; and its place among the blocks there.
+    """
+    indexed, other = config.groups[config.indexed_group], config.groups[group_id]
+    columns = np.arange(num_columns, dtype=np.int32)
+    indexed_columns = ((columns + 1) * other.block_size - 1) // indexed.block_size
+    return indexed_columns, columns - indexed_columns * indexed.block_size // other.block_size
 
 
 def _padded(block_ids: jax.Array, pool: BlockPool) -> jax.Array:

@@ -69,16 +69,28 @@ def find_prefix(
     nowhere from the first miss on.
     """
     nowhere, block_size = index.block_tokens.shape
-    num_blocks = tokens.shape[0] // block_size
-    blocks = tokens[: num_blocks * block_size].reshape(num_blocks, block_size)
-    order = jnp.arange(num_blocks, dtype=jnp.int32)
-    added = block_hashes(hash_key, blocks, order * block_size)
-    hashes = root_hash(hash_key, namespace)[None] + jnp.cumsum(added, axis=0, dtype=jnp.uint32)
+    blocks, hashes = prefix_blocks(hash_key, tokens, namespace, block_size)
+    order = jnp.arange(blocks.shape[0], dtype=jnp.int32)
     found = candidates(index, index.buckets[bucket_of(index, hashes)], hashes)
     parents = jnp.concatenate([jnp.full(1, nowhere, jnp.int32), found[:-1]])
     is_hit = matches(index, found, Content(blocks, hashes, parents, namespace))
     is_hit &= order < quotient(jnp.maximum(num_tokens - 1, 0), block_size)
     return jnp.where(jnp.cumsum(~is_hit) == 0, found, nowhere)
+
+
+def prefix_blocks(
+    hash_key: jax.Array, tokens: jax.Array, namespace: jax.Array, block_size: int
+) -> tuple[jax.Array, jax.Array]:
+    """Splits a prompt i32[P] into its K whole blocks.
+
+    Returns:
+      Their tokens i32[K, block_size], and the hashes u32[K, 2] of the tokens up to the end of each.
+    """
+    num_blocks = tokens.shape[0] // block_size
+    blocks = tokens[: num_blocks * block_size].reshape(num_blocks, block_size)
+    order = jnp.arange(num_blocks, dtype=jnp.int32)
+    added = block_hashes(hash_key, blocks, order * block_size)
+    return blocks, root_hash(hash_key, namespace)[None] + jnp.cumsum(added, axis=0, dtype=jnp.uint32)
 
 
 def free_way(index: PrefixIndex, in_bucket: jax.Array, rank: jax.Array) -> tuple[jax.Array, jax.Array]:

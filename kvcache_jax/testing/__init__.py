@@ -87,6 +87,7 @@ def check_tokens(cache: Cache, expected: Mapping[int, Sequence[int | None]]) -> 
       One sentence per row or chunk and layer that reads something else; empty if all is well.
     """
     require_values("check_tokens", cache, pools=True)
+    cache = cache.config.keeper.settle(cache)
     chunks = _texts_of_chunks(cache)
     texts = {f"row {row}": text for row, text in expected.items()}
     texts |= {f"chunk {chunk}": text for chunk, text in chunks.items()}

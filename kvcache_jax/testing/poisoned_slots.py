@@ -25,6 +25,7 @@ def poison(cache: Cache) -> Cache:
     Args:
       cache: Not changed, unless donated. Built with `storage=True`.
     """
+    cache = cache.config.keeper.settle(cache)
     pools = []
     for g, group in enumerate(cache.config.groups):
         num_tokens = num_tokens_held(cache.control, g, cache.config)

@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
+import jax._src.interpreters.pxla as pxla
 from jax.experimental import topologies
 from jax.sharding import (
     AbstractMesh,
@@ -79,6 +80,32 @@ def lowering(num_devices: int = 1) -> Iterator[None]:
         abstract = AbstractMesh((), (), abstract_device=abstract.abstract_device)
     with use_abstract_mesh(abstract):
         yield
+
+
+HOST = "host"
+"""The mesh axis that tells arrays in host memory from others."""
+
+
+def know_host_memory() -> None:
+    """Gives NamedShardings over the axis `HOST` their kind of memory, for this process.
+
+    The devices of a CUDA topology name no memories, so that shardings lose theirs without a word: a program
+    would be compiled with all of its arrays on the device.
+    """
+    before = NamedSharding.memory_kind.fget
+
+    def memory_kind(sharding: NamedSharding) -> str | None:
+        is_host = isinstance(sharding.mesh, Mesh) and sharding.mesh.axis_names == (HOST,)
+        return "pinned_host" if is_host else before(sharding)
+
+    NamedSharding.memory_kind = property(memory_kind)  # pyright: ignore
+    for name in ("_maybe_get_and_check_in_shardings", "_maybe_get_and_check_out_shardings"):
+        setattr(pxla, name, lambda executable, shardings, *rest: shardings)
+
+
+def host_memory(device: jax.Device) -> NamedSharding:
+    """Returns the host memory of an H200, for programs compiled after `know_host_memory`."""
+    return NamedSharding(Mesh([device], (HOST,)), PartitionSpec(HOST), memory_kind="pinned_host")
 
 
 def place(

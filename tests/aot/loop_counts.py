@@ -140,12 +140,13 @@ def _largest(branches: list[LoopCounts]) -> LoopCounts:
     return LoopCounts(*map(max, columns))
 
 
-def lowered_counts(module: Any, is_ordinary: bool = False) -> LoopCounts:
+def lowered_counts(module: Any, is_ordinary: bool = False, is_loop: bool = True) -> LoopCounts:
     """Counts loops and conditionals in a StableHLO module, which the compiler has not simplified yet.
 
     Args:
       module: What `jax.stages.Lowered.compiler_ir()` returns. A function counts at each of its calls.
-      is_ordinary: Whether the loops of unknown trips within the outer one make none.
+      is_ordinary: Whether the loops of unknown trips make none.
+      is_loop: Whether the outermost does make some, where the others do not.
     """
     functions = {op.attributes["sym_name"].value: op.operation for op in module.body.operations}
 
@@ -156,7 +157,7 @@ def lowered_counts(module: Any, is_ordinary: bool = False) -> LoopCounts:
             num_trips = _known_trips(operation)
             if num_trips is None:
                 counts = of_regions(operation.regions, is_inner=True)
-                return counts.unknown_trips(is_passed=is_ordinary and is_inner)
+                return counts.unknown_trips(is_passed=is_ordinary and (is_inner or not is_loop))
             return of_regions(operation.regions, is_inner).trips(num_trips)
         if operation.name in ("stablehlo.case", "stablehlo.if"):
             branch = _known_branch(operation)

@@ -258,6 +258,33 @@ def _of_chunks(num_groups: int, policy: str | None, num_layers: int = 3) -> list
     ]
 
 
+def _with_host_tier(num_groups: int) -> list[Program]:
+    """The operations that move blocks between tiers; those that move none wait as they do without a host.
+
+    Loops within a loop make no trip then. `allocate` asks besides whether the host had a part of a prompt.
+    """
+    config = config_of(num_groups, LRU)
+    config = dataclasses.replace(config, num_blocks=4096, extras=[kv.tiers.Host(8192)])
+    listed, prompts = i32(NUM_LISTED), i32(NUM_LISTED, PROMPT_LEN)
+
+    def program(subject: str, function: Callable, waits: int, *columns: Any) -> Program:
+        def arguments() -> tuple:
+            return shapes_of(config), *columns
+
+        limits = Limits(waits, temporary_bytes=SMALL)
+        detail = f"{num_groups} group{'s' * (num_groups > 1)}, index, lru, host"
+        return Program(subject, detail, config, function, arguments, limits, is_ordinary=True)
+
+    waits = 1 + 2 * num_groups
+    return [
+        program("extend", _extend, waits, i32(NUM_ROWS), i32(NUM_ROWS, 1)),
+        program("allocate", _allocate, waits + 1, listed, listed, prompts),
+        program("prefetch", kv.tiers.prefetch, waits + 1, prompts, listed),
+        program("commit", kv.commit, 1 + num_groups, listed),
+        program("evict", kv.evict, 1, i32()),
+    ]
+
+
 def operation_programs() -> list[Program]:
     """Returns all of them, in the order of the table."""
     caches = [(num_groups, policy) for policy in (None, LRU, OTHER_POLICY) for num_groups in (1, 2)]
@@ -271,4 +298,6 @@ def operation_programs() -> list[Program]:
         _compress(LRU),
         *_of_chunks(1, None),
         *_of_chunks(2, LRU),
+        *_with_host_tier(1),
+        *_with_host_tier(2),
     ]

@@ -4,8 +4,11 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import Sharding
 
 import kvcache_jax as kv
 
@@ -64,9 +67,29 @@ class Program:
         """Elements of the smallest array of keys or values."""
         return min(math.prod(array.shape) for array in jax.tree.leaves(shapes_of(self.config).pools))
 
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of what the cache keeps in host memory."""
+        arrays = jax.tree.leaves(self.config.keeper.arrays(self.config))
+        return sum(math.prod(array.shape) * jnp.dtype(array.dtype).itemsize for array in arrays)
+
     def jitted(self) -> jax.stages.Wrapped:
         """Returns the function, to be lowered."""
         return jax.jit(self.function, donate_argnums=() if self.donated is None else self.donated)
+
+
+def placed(arguments: Any, device: Sharding, host: Sharding) -> Any:
+    """Returns pytrees of shapes on `device`, and what caches keep outside of the pools on `host`."""
+
+    def on(sharding: Sharding, tree: Any) -> Any:
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+
+    def of(tree: Any) -> Any:
+        if not isinstance(tree, kv.Cache):
+            return on(device, tree)
+        return dataclasses.replace(on(device, tree), kept=on(host, tree.kept))
+
+    return jax.tree.map(of, arguments, is_leaf=lambda tree: isinstance(tree, kv.Cache))
 
 
 @functools.lru_cache

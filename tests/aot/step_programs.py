@@ -45,7 +45,7 @@ MODEL = DecoderConfig(
 def config_of(**options) -> kv.CacheConfig:
     """Returns the model's cache; by default without an index, attention by XLA."""
     sizes = dict(num_blocks=16_384, max_seqs=NUM_ROWS, max_seq_len=4096, max_query_len=256)
-    return cache_config(MODEL, **sizes, **{"implementation": "xla", **options})
+    return cache_config(MODEL, **sizes | {"implementation": "xla", **options})
 
 
 def _decoder():
@@ -72,7 +72,10 @@ def _decoding(subject: str, detail: str, limits: Limits, num_drafts: int = 0, **
     def function(state, decoder, max_steps):
         return _decode(state, decoder, max_steps, num_drafts=num_drafts)
 
-    return Program(subject, detail, config, function, arguments, limits, is_loop=True)
+    is_ordinary = bool(config.extras)
+    return Program(
+        subject, detail, config, function, arguments, limits, is_loop=True, is_ordinary=is_ordinary
+    )
 
 
 def _searching(limits: Limits) -> Program:
@@ -114,9 +117,9 @@ def _ending(limits: Limits) -> Program:
     return Program("rows end", f"commit and free of {NUM_ENDED}", config, function, arguments, limits)
 
 
-def _engine(kernels: str, limits: Limits) -> Program:
+def _engine(kernels: str, limits: Limits, **options_of_cache) -> Program:
     """An ordinary step of the engine: nothing is admitted, ended, preempted, evicted or copied."""
-    config = config_of(enable_prefix_caching=True, implementation=kernels)
+    config = config_of(enable_prefix_caching=True, implementation=kernels, **options_of_cache)
     sizes = TableSizes(num_slots=128, num_tokens=2**18, num_stops=4, num_clients=8, num_items=0)
     options = Options(
         policy="fcfs",
@@ -138,7 +141,7 @@ def _engine(kernels: str, limits: Limits) -> Program:
     def function(state, decoder, inbox, steps):
         return run_dispatch(Model(forward), decoder, state, inbox, steps, options)
 
-    detail = "ordinary, attention by kernels"
+    detail = "ordinary, attention by kernels" + ", host" * bool(config.extras)
     return Program("engine step", detail, config, function, arguments, limits, is_loop=True, is_ordinary=True)
 
 
@@ -164,4 +167,14 @@ def step_programs(kernels: str = "mosaic_gpu") -> list[Program]:
         # The loop, the guard, greedy or not, the filters of who is not, and twice the publication: of greedy
         # rows one less, and one more where a block is published.
         _engine(kernels, Limits(6)),
+        # As without a host tier.
+        _decoding(
+            "evicting step",
+            "index, lru, host",
+            _limits(by_xla + INDEX, 240),
+            enable_prefix_caching=True,
+            num_blocks=4096,
+            extras=[kv.tiers.Host(8192)],
+        ),
+        _engine(kernels, Limits(6), num_blocks=4096, extras=[kv.tiers.Host(8192)]),
     ]

@@ -170,6 +170,7 @@ def test_a_program_at_its_limits_passes():
         (dict(counts=LoopCounts(launches=6)), "6 launches, at most 5"),
         (dict(temporary_bytes=8_000), "8,000 temporary bytes, at most 7"),
         (dict(pool_copies=1), "1 pool copies, at most 0"),
+        (dict(moved_host_bytes=4), "4 bytes of host memory not updated in place, at most 0"),
     ],
 )
 def test_a_program_beyond_a_limit_fails(change, found):
@@ -184,6 +185,13 @@ def test_the_waits_allowed_are_those_of_the_design():
         for groups, expected in (("1_group", of_one), ("2_groups", of_two)):
             names = [f"{name}_{groups}_index_{policy}" for name in ("extend", "commit", "allocate")]
             assert tuple(allowed[name] for name in names) == expected
+    # A host tier adds no wait while nothing moves, but for the question whether it has a part of a prompt.
+    for groups in ("1_group", "2_groups"):
+        for name, more in (("extend", 0), ("commit", 0), ("allocate", 1)):
+            name = f"{name}_{groups}_index_lru"
+            assert allowed[f"{name}_host"] == allowed[name] + more
+    for name in ("evicting_step_index_lru", "engine_step_ordinary_attention_by_kernels"):
+        assert allowed[f"{name}_host"] == allowed[name]
     rows = ("fork", "free", "truncate", "reorder", "touch", "set_priority")
     assert {allowed[f"{name}_{cache}"] for name in rows for cache in ("1_group", "2_groups_index_lru")} == {0}
     assert len(allowed) == len(all_programs())

@@ -16,6 +16,7 @@ def test_a_program_at_its_limits_passes():
         (TpuCost(4, 2, 0), "4 code bytes, at most 3"),
         (TpuCost(3, 3_000, 0), "3,000 temporary bytes, at most 2"),
         (TpuCost(3, 2, 1), "1 pool copies, at most 0"),
+        (TpuCost(3, 2, 0, 5), "5 bytes of host memory not updated in place, at most 0"),
     ],
 )
 def test_a_program_beyond_a_limit_fails(cost, found):
@@ -23,11 +24,14 @@ def test_a_program_beyond_a_limit_fails(cost, found):
 
 
 def test_all_operations_and_steps_are_compiled_once():
-    subjects = [program.subject for program, _ in tpu_programs.tpu_programs()]
+    programs = [program for program, _ in tpu_programs.tpu_programs()]
+    subjects = [program.subject for program in programs if not program.host_bytes]
     steps = {"plain step", "evicting step", "speculative step", "beam step", "rows end"}
     operations = {"extend", "allocate", "commit", "evict", "fork", "free", "attention", "write", "gather"}
     assert steps | operations <= {*subjects}
     assert sorted(subjects) == sorted([*{*subjects}, "plain step"])  # by XLA and by kernels
+    with_host = {program.subject for program in programs if program.host_bytes}
+    assert {"extend", "allocate", "prefetch", "commit", "evict", "evicting step", "engine step"} <= with_host
 
 
 def test_what_is_wrong_is_printed_for_all_programs_at_once(monkeypatch, capsys):

@@ -1,4 +1,4 @@
-"""Compiles the public operations and whole steps for a TPU v6e, without one.
+"""Compiles the public operations and whole steps for a TPU v6e, with a host tier for a v5e, without one.
 
     python -m tests.aot.tpu_programs               # as `make aot-tpu` does
     python -m tests.aot.tpu_programs extend fork   # those with one of these words in their names
@@ -17,17 +17,27 @@ from typing import NamedTuple
 
 import jax
 from jax.experimental import topologies
-from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
+from jax.sharding import (
+    AbstractDevice,
+    AbstractMesh,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    SingleDeviceSharding,
+    use_abstract_mesh,
+)
 
 from tests.aot.hlo import num_copies
 from tests.aot.operation_programs import operation_programs
-from tests.aot.program import Program
+from tests.aot.program import Program, placed
 from tests.aot.step_programs import step_programs
 from tests.aot.table import Table
 from tests.aot.tpu import SURROUNDINGS
 
 TARGET = "v6e:2x2"
-HEADINGS = ("program", "cache", "code", "temporary", "pool copies", "seconds", "verdict")
+HOST_TARGET = "v5e:2x2"
+"""For caches that keep blocks in host memory."""
+HEADINGS = ("program", "cache", "code", "temporary", "pool copies", "moved on host", "seconds", "verdict")
 ATTENDING = ("attention", "write, attend")
 MOVES_VALUES = {
     "attention": "2 groups",
@@ -46,11 +56,13 @@ class TpuCost(NamedTuple):
       code: Bytes of generated code.
       temporary: Bytes of HBM beside arguments and results.
       pool_copies: Copies of arrays as large as one of keys.
+      moved_host_bytes: Of what the cache keeps in host memory, what is not updated there in place.
     """
 
     code: int
     temporary: int
     pool_copies: int = 0
+    moved_host_bytes: int = 0
 
 
 OPERATION = TpuCost(8 * 2**20, 8_000_000)
@@ -59,6 +71,7 @@ REWRITE = TpuCost(9 * 2**20, 8_000_000)  # `extend` copies one block of a row, i
 ATTENTION = TpuCost(6 * 2**20, 100_000_000)
 STEP = TpuCost(16 * 2**20, 100_000_000)
 ENGINE = TpuCost(26 * 2**20, 100_000_000)
+HOST = TpuCost(45 * 2**20, 60_000_000)  # eviction and the index of both tiers
 """Arrays of a few columns take a tile of 128 lanes, so that temporaries are larger than on a GPU."""
 
 
@@ -69,29 +82,34 @@ def tpu_programs() -> list[tuple[Program, TpuCost]]:
         if program.detail == MOVES_VALUES.get(program.subject, "2 groups, index, lru"):
             limits = {"rewrite": REWRITE, "compose": MOVES}.get(program.subject, OPERATION)
             chosen.append((program, ATTENTION if program.subject in ATTENDING else limits))
+        elif program.host_bytes:
+            chosen.append((program, HOST))
     for program in step_programs("mosaic_tpu"):
         limits = {"rows end": OPERATION, "engine step": ENGINE}.get(program.subject, STEP)
+        if program.host_bytes:
+            limits = TpuCost(limits.code + HOST.code, limits.temporary + HOST.temporary)
         chosen.append((program, limits))
     return chosen
 
 
 def compile_for_tpu(program: Program) -> TpuCost:
     """Compiles the program. Only one process at a time can."""
-    device = topologies.get_topology_desc(platform="tpu", topology_name=TARGET).devices[0]
-    placed = SingleDeviceSharding(device)
-    arguments = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), program.arguments()
-    )
+    target = HOST_TARGET if program.host_bytes else TARGET
+    device = topologies.get_topology_desc(platform="tpu", topology_name=target).devices[0]
+    # From a NamedSharding alone types take the kind of memory.
+    host = NamedSharding(Mesh([device], ("one",)), PartitionSpec(), memory_kind="pinned_host")
+    arguments = placed(program.arguments(), SingleDeviceSharding(device), host)
     abstract = AbstractDevice(device_kind=device.device_kind, num_cores=1, platform="tpu")
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=abstract)):
         compiled = program.jitted().lower(*arguments).compile()
     memory, copies = compiled.memory_analysis(), num_copies(compiled.as_text(), program.num_pool_elements)
-    return TpuCost(memory.generated_code_size_in_bytes, memory.temp_size_in_bytes, copies)
+    moved = program.host_bytes - memory.host_alias_size_in_bytes
+    return TpuCost(memory.generated_code_size_in_bytes, memory.temp_size_in_bytes, copies, moved)
 
 
 def failures(cost: TpuCost, limits: TpuCost) -> list[str]:
     """Returns what is wrong with the program, a phrase each."""
-    names = ("code bytes", "temporary bytes", "pool copies")
+    names = "code bytes", "temporary bytes", "pool copies", "bytes of host memory not updated in place"
     return [
         f"{value:,} {name}, at most {most:,}"
         for value, most, name in zip(cost, limits, names, strict=True)
@@ -113,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"no program has {' or '.join(words)} in its name")
     labels = [(program.subject, program.detail) for program, _ in chosen]
     table = Table(HEADINGS, list(zip(*labels, strict=True)), options.markdown)
-    print(f"Compiled for {TARGET} by jax {jax.__version__}\n")
+    print(f"Compiled for {TARGET}, with a host tier for {HOST_TARGET}, by jax {jax.__version__}\n")
     print(table.head())
     start, num_failed = time.monotonic(), 0
     for program, limits in chosen:
@@ -121,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             cost = compile_for_tpu(program)
         except Exception as error:  # whatever the compiler raises is this program's verdict
-            found, numbers = [f"{type(error).__name__}: {error}"], [None] * 3
+            found, numbers = [f"{type(error).__name__}: {error}"], [None] * 4
         else:
             found, numbers = failures(cost, limits), [*cost]
         num_failed += bool(found)

@@ -22,12 +22,13 @@ ROOMS = (
     "decoding",
     "compression",
     "chunks",
+    "tiers",
     "engine",
     "manager",
     "testing",
 )
 # Files beside the rooms, which hold public names and nothing else.
-NAMESPACES = ("backends", "policies", "state", "tiers")
+NAMESPACES = ("backends", "policies", "state")
 
 
 def source_files(*folders: str) -> list[pathlib.Path]:
