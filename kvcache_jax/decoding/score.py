@@ -200,7 +200,7 @@ def score(
         if nth > 0:
             held, *_ = hold_context(held)
         held, status = score_some(held, [i], 0)
-        raise_for_status(status, f"scoring continuation {i}")
+        raise_for_status(np.asarray(status), f"scoring continuation {i}")
     held, _ = free(held, [0])
     return ScoreResult(
         logprobs=results,

@@ -77,8 +77,8 @@ class Host(Extra, Keeper):
         for group in config.groups:
             if group.span.is_read_later or not group.arrays:
                 raise NotImplementedError(
-                    f"extras has a tiers.Host and a layer group is {group.kind.label}, expected layers of keys "
-                    "and values, one of which keeps all tokens"
+                    f"extras has a tiers.Host and a layer group is {group.kind.label}, expected layers of "
+                    "keys and values, one of which keeps all tokens"
                 )
 
     def empty(self, config: CacheConfig, numpy: Any) -> HostTier:

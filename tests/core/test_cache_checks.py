@@ -73,6 +73,9 @@ ON_HOST = {
 # Those of other caches: a config, and a call.
 SIZES = dict(num_blocks=8, block_size=4, max_seqs=3, max_seq_len=20)
 CHUNKS = kv.CacheConfig([kv.FullAttention(2, 8)], **SIZES, extras=[kv.chunks.Store(2, 4)])
+HOSTED = kv.CacheConfig(
+    [kv.FullAttention(2, 8)], **SIZES, enable_prefix_caching=True, extras=[kv.tiers.Host(4)]
+)
 STATES = kv.CacheConfig([kv.FullAttention(2, 8), StatePerToken(1, 1)], **SIZES)
 
 
@@ -102,6 +105,9 @@ OF_OTHERS = {
         kv.CacheConfig([kv.FullAttention(2, 8)], **SIZES, extras=[kv.compression.Dropping()]),
         lambda cache: kv.compression.drop_to_utilization(cache, 0.5),
     ),
+    "demote_to_utilization": (HOSTED, lambda cache: kv.tiers.demote_to_utilization(cache, 0.5)),
+    "host_stats": (HOSTED, kv.tiers.host_stats),
+    "prefetch": (HOSTED, lambda cache: kv.tiers.prefetch(cache, TOKENS, ONES)),
     "recurrence": (
         STATES,
         lambda cache: kv.recurrence(cache, 1, {"token": TOKENS.astype(np.uint32)}, _step_of_states()),

@@ -103,7 +103,7 @@ class HostScript(WindowScript):
         for row in self.compare(status, [self._growth(row, length) for row, length in enumerate(lengths)]):
             if new[row]:
                 self.rows[row] = self.rows[row] + new[row]
-        self.num_refused += status.tolist().count(kv.Status.OUT_OF_BLOCKS)
+        self.counts["refused"] += status.tolist().count(kv.Status.OUT_OF_BLOCKS)
 
     def _evict(self, _):
         self.cache, _ = kv.evict(self.cache, int(self.rng.integers(0, 5)))
