@@ -155,11 +155,11 @@ def test_lfms_as_they_were_published_are_read(copy_checkpoint):
     left_out = "layer_types", "tie_word_embeddings", "rope_parameters", "conv_L_cache"
     edit_json(folder, remove=left_out, full_attn_idxs=[2], tie_embedding=True)
     assert checkpoint.load_config(folder) == config
-    edit_json(folder, tie_embedding=False, block_ff_dim=61, block_ffn_dim_multiplier=1.5, rope_theta=5.0)
+    edit_json(folder, tie_embedding=False, block_ff_dim=62, block_ffn_dim_multiplier=1.5, rope_theta=5.0)
     config = checkpoint.load_config(folder)
-    assert (config.mlp_size, config.tie_embeddings, config.rope) == (60, False, Rope(theta=5.0))
+    assert (config.mlp_size, config.tie_embeddings, config.rope) == (80, False, Rope(theta=5.0))
     edit_json(folder, block_auto_adjust_ff_dim=False)
-    assert checkpoint.load_config(folder).mlp_size == 61
+    assert checkpoint.load_config(folder).mlp_size == 62
 
 
 CONFIG_ERRORS = [
