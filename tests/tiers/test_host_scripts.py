@@ -28,7 +28,7 @@ def test_a_random_script(case):
         script.step()
     script.check("the end")
     stats = kv.tiers.host_stats(script.cache)
-    found = script.num_hits, *script.num_promoted.values(), script.num_overwritten, int(stats.num_demoted)
+    found = script.counts["hits"], *script.num_promoted.values(), script.num_overwritten, int(stats.num_demoted)
     assert min(found[:1] + found[3:]) > 40 and sum(found[1:3]) > 20, found
 
 
@@ -37,4 +37,4 @@ def test_a_short_script():
     for _ in range(300):
         script.step()
     script.check("the end")
-    assert sum(script.num_promoted.values()) > 5 and np.isfinite(script.num_hits)
+    assert sum(script.num_promoted.values()) > 5 and np.isfinite(script.counts["hits"])
