@@ -28,7 +28,8 @@ def test_a_random_script(case):
         script.step()
     script.check("the end")
     stats = kv.tiers.host_stats(script.cache)
-    found = script.counts["hits"], *script.num_promoted.values(), script.num_overwritten, int(stats.num_demoted)
+    found = script.counts["hits"], *script.num_promoted.values()
+    found = *found, script.num_overwritten, int(stats.num_demoted)
     assert min(found[:1] + found[3:]) > 40 and sum(found[1:3]) > 20, found
 
 
