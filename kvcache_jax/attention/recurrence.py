@@ -162,9 +162,10 @@ def _advance_rows(
     """Advances all rows at once; returns the pools, to be written then, outputs and entries `[n, T, ...]`."""
     kind = _kind_of(groups)
     point = {} if plan.point_ids is None else _points(pools, groups[1], layer, plan.point_ids)
-    (point, held), pools = read_first((point, _held(pools[0], groups[0], layer, plan)), pools)
+    held = _held(pools[0], groups[0], layer, plan)
     advance = jax.vmap(kind.advance, in_axes=(0, 0, 0, 0, None))
-    out, entries = advance(point, held, plan.count, new, weights)
+    # Fenced here, and not where the pools are read: a kind's products are fused with these gathers.
+    (out, entries), pools = read_first(advance(point, held, plan.count, new, weights), pools)
     return pools, out, _cast(groups[0], entries)
 
 

@@ -32,7 +32,7 @@ class GatedDeltaNet(Recurrent):
     scaled by `key_dim**-0.5`. Results are `[num_kv_heads, head_dim]`, in the dtype of `x`.
 
     Attributes:
-      num_kv_heads: Heads of values, each with a matrix of `key_dim` x `head_dim` in float32.
+      num_kv_heads: Heads of values, each with a matrix of `head_dim` x `key_dim` in float32.
       head_dim: Width of a value.
       key_dim: Width of queries and keys.
       num_key_heads: Heads of queries and keys, each for equally many consecutive heads of values. Default:
@@ -86,7 +86,7 @@ class GatedDeltaNet(Recurrent):
 
     def point(self, dtype: Any) -> Mapping[str, BlockArray]:
         """Returns the heads' matrices and the convolution's last inputs."""
-        state = self.num_kv_heads, self.key_dim, self.head_dim
+        state = self.num_kv_heads, self.head_dim, self.key_dim
         return point_arrays(state, (self.kernel - 1, self.num_channels), dtype)
 
     def entry(self, block_size: int, dtype: Any) -> Mapping[str, BlockArray]:

@@ -31,7 +31,7 @@ class Mamba2(Recurrent):
     `[num_kv_heads, head_dim]`, in the dtype of `x`.
 
     Attributes:
-      num_kv_heads: Heads, each with a matrix of `state_dim` x `head_dim` in float32.
+      num_kv_heads: Heads, each with a matrix of `head_dim` x `state_dim` in float32.
       head_dim: Width of a head's input and output.
       state_dim: Width of B and C.
       num_groups: Groups of consecutive heads that share B and C.
@@ -67,7 +67,7 @@ class Mamba2(Recurrent):
 
     def point(self, dtype: Any) -> Mapping[str, BlockArray]:
         """Returns the heads' matrices and the convolution's last inputs."""
-        state = self.num_kv_heads, self.state_dim, self.head_dim
+        state = self.num_kv_heads, self.head_dim, self.state_dim
         return point_arrays(state, (self.kernel - 1, self.num_channels), dtype)
 
     def entry(self, block_size: int, dtype: Any) -> Mapping[str, BlockArray]:

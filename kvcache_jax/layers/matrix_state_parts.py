@@ -18,7 +18,7 @@ def point_arrays(
     """Returns the arrays of a point: "state" and "inputs", the last ones of the convolution.
 
     Args:
-      state_shape: Heads, key width, value width.
+      state_shape: Heads, width of values, width of keys.
       inputs_shape: Inputs before a token's own, channels.
       dtype: Of the inputs; the state is in float32.
     """

@@ -1,16 +1,16 @@
 """Matrix states of linear attention, which new tokens read and fold into, without a state per token.
 
-A head's state is a matrix `S [key_dim, value_dim]`. A token has a query and a key `q, k [key_dim]`, a change
+A head's state is a matrix `S [value_dim, key_dim]`. A token has a query and a key `q, k [key_dim]`, a change
 `u [value_dim]`, and a log decay `g` of at most 0, one number or one per key channel:
 
-    S <- exp(g) S + k (x) u,    o = q . S
+    S <- exp(g) S + u (x) k,    o = S q
 
 Mamba-2 gives `u`. Gated DeltaNet and Kimi Delta Attention correct what the state says of the key already:
-`u = beta (v - k . exp(g) S)`.
+`u = beta (v - exp(g) S k)`.
 
 The entries `(k, u, g)` of the tokens since a state `S_0` say what the state is after each of them:
 
-    S_i = exp(g_1 + ... + g_i) S_0 + sum over j <= i of exp(g_j+1 + ... + g_i) k_j (x) u_j
+    S_i = exp(g_1 + ... + g_i) S_0 + sum over j <= i of exp(g_j+1 + ... + g_i) u_j (x) k_j
 
 So new tokens read `S_0` and the entries held since, and how they correct one another follows from one
 triangular system. An exponent is a sum over a range of tokens, never a difference of two sums: it is at most
@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-_einsum = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+_matmul = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
 
 
 class Entries(NamedTuple):
@@ -57,7 +57,7 @@ def advance(
     """Computes what new tokens read and change after the held ones; the state stays as it is.
 
     Args:
-      state: f32[heads, key_dim, value_dim], before the held tokens.
+      state: f32[heads, value_dim, key_dim], before the held tokens.
       held: Of the tokens since then, in order; zeros anywhere for none.
       q: `[T, key_heads, key_dim]`, scaled.
       k: `[T, key_heads, key_dim]`.
@@ -86,16 +86,16 @@ def advance(
 
 
 def fold(state: jax.Array, entries: Entries) -> jax.Array:
-    """Computes the state after the entries, f32[heads, key_dim, value_dim], as `advance` takes them."""
+    """Computes the state after the entries, f32[heads, value_dim, key_dim], as `advance` takes them."""
     k, u, g = _in_float32(*entries)
     g = _with_channels(g)
     k = _per_head(k, g.shape[1]) * jnp.exp(_sums_after(g))
-    return jnp.exp(g.sum(axis=0))[..., None] * state + _einsum("jhk,jhv->hkv", k, u)
+    return jnp.exp(g.sum(axis=0))[:, None] * state + _einsum("jhk,jhv->hvk", k, u)
 
 
 def _read(x: jax.Array, state: jax.Array, log_decay: jax.Array) -> jax.Array:
     """Multiplies `x [n, T, key_heads, key_dim]` by a state that decayed: `[n, T, heads, value_dim]`."""
-    return _einsum("nthk,hkv->nthv", _per_head(x, len(state)) * jnp.exp(log_decay)[None], state)
+    return _einsum("nthk,hvk->nthv", _per_head(x, len(state)) * jnp.exp(log_decay)[None], state)
 
 
 def _products(x: jax.Array, k: jax.Array, since: jax.Array, until: jax.Array) -> jax.Array:
@@ -153,7 +153,7 @@ def _inverse(lower: jax.Array) -> jax.Array:
     half = -(-size // 2)
     lower = jnp.pad(lower, [(0, 0)] * (lower.ndim - 2) + [(0, size % 2)] * 2)
     first, second = _inverse(jnp.stack([lower[..., :half, :half], lower[..., half:, half:]]))
-    across = -_einsum("...ij,...jk,...kl->...il", second, lower[..., half:, :half], first)
+    across = -_matmul(_matmul(second, lower[..., half:, :half]), first)
     return _lower_triangular(first, across, second)[..., :size, :size]
 
 
@@ -161,6 +161,28 @@ def _lower_triangular(first: jax.Array, across: jax.Array, second: jax.Array) ->
     """Joins matrices `[[first, 0], [across, second]]`, each `[..., n, n]`."""
     upper = jnp.concatenate([first, jnp.zeros_like(across)], axis=-1)
     return jnp.concatenate([upper, jnp.concatenate([across, second], axis=-1)], axis=-2)
+
+
+def _einsum(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    """Computes an einsum; where `x` is of one token "t" as a sum of products.
+
+    XLA fuses that with the gather that took `y` from a pool, where a product of matrices wants a copy. So the
+    states, which are most of what a decode step reads, are read once, also for all "n", and never written.
+    """
+    operands, result = spec.split("->")
+    of_x, of_y = operands.split(",")
+    if "t" not in of_x or x.shape[of_x.index("t")] > 1:
+        return jnp.einsum(spec, x, y, precision=lax.Precision.HIGHEST)
+    if of_x[0] == "n":
+        return jnp.stack([_einsum(f"{of_x[1:]},{of_y}->{result[1:]}", each, y) for each in x])
+    order = result + "".join(sorted({*of_x} - {*result}))
+
+    def spread(values: jax.Array, letters: str) -> jax.Array:
+        values = values.transpose([letters.index(letter) for letter in order if letter in letters])
+        return jnp.expand_dims(values, [i for i, letter in enumerate(order) if letter not in letters])
+
+    products = spread(x, of_x) * spread(y, of_y)
+    return products.sum(axis=range(len(result), len(order)))
 
 
 def _sums_after(g: jax.Array) -> jax.Array:

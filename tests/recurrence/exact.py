@@ -63,13 +63,13 @@ def exact(state, q, k, v, g, beta):
     num_heads = len(state)
     for t in range(len(q)):
         q_t, k_t = (np.asarray(x[t], np.float64).repeat(num_heads // x.shape[1], axis=0) for x in (q, k))
-        g_t = np.asarray(g[t], np.float64).reshape(num_heads, -1, 1)
+        g_t = np.asarray(g[t], np.float64).reshape(num_heads, 1, -1)
         state = np.exp(g_t) * state
         u = np.asarray(v[t], np.float64)
         if beta is not None:
-            u = np.asarray(beta[t], np.float64)[:, None] * (u - np.einsum("hk,hkv->hv", k_t, state))
-        state = state + k_t[:, :, None] * u[:, None, :]
-        for found, values in ((outs, np.einsum("hk,hkv->hv", q_t, state)), (changes, u), (states, state)):
+            u = np.asarray(beta[t], np.float64)[:, None] * (u - np.einsum("hk,hvk->hv", k_t, state))
+        state = state + u[:, :, None] * k_t[:, None, :]
+        for found, values in ((outs, np.einsum("hk,hvk->hv", q_t, state)), (changes, u), (states, state)):
             found.append(values)
     return np.array(outs), np.array(changes), np.array(states)
 
@@ -130,7 +130,7 @@ def main():
     print(" " * 11 + " ".join(f"{f'{n}, {dtype}':>17s}" for n, dtype in columns))
     for name, rule in RULES.items():
         tokens = make_tokens(rule, num_tokens)
-        state = np.zeros((HEADS, KEY_DIM, VALUE_DIM), np.float32)
+        state = np.zeros((HEADS, VALUE_DIM, KEY_DIM), np.float32)
         outs, _, _ = exact(state, *tokens)
         cells = []
         for num_new, dtype in columns:

@@ -16,7 +16,7 @@ every_rule = pytest.mark.parametrize("name", RULES)
 
 
 def some_state(seed=0):
-    return np.random.default_rng(seed).normal(size=(HEADS, KEY_DIM, VALUE_DIM)).astype(np.float32)
+    return np.random.default_rng(seed).normal(size=(HEADS, VALUE_DIM, KEY_DIM)).astype(np.float32)
 
 
 def held_before(tokens, changes, count):
