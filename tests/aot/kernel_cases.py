@@ -144,7 +144,7 @@ _MERGE_CASES = (
     _merge_case(
         2_200_000,
         64,
-        Budget(registers=96, shared_memory=42_000, min_tma=10, min_fences=2, temporary_bytes=4_000_000_000),
+        Budget(registers=96, shared_memory=42_500, min_tma=10, min_fences=2, temporary_bytes=4_000_000_000),
     ),
 )
 CASES = (
