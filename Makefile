@@ -30,8 +30,8 @@ PIP_INSTALL := --require-virtualenv --disable-pip-version-check install --quiet 
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help .venv .venv-0112 .venv-aot .venv-aot-0112 .venv-tpu .venv-dist .venv-docs demo block-map test \
-	test-slow test-all test-0112 aot aot-newest aot-loops aot-0112 aot-benchmark aot-tpu lint mutants bench dist docs \
-	clean distclean
+	test-slow test-all test-0112 aot aot-newest aot-loops aot-steps aot-0112 aot-benchmark aot-tpu lint mutants bench \
+	dist docs clean distclean
 
 help:
 	@echo "make demo | block-map | test | test-all | lint | bench | mutants | test-0112 | aot | aot-tpu | dist | docs | .venv | clean | distclean"
@@ -59,14 +59,18 @@ test-0112: .venv-0112
 
 # The kernels, a model's decode loop and steps of a cache compiled for H200, without a GPU: by the newest jax in all
 # shapes, by the oldest in a shape or two of each kernel, and with them the loops of the benchmark. And every public
-# operation and step of decoding, in which loops, launches and pool copies are counted.
-aot: aot-newest aot-loops aot-0112 aot-benchmark
+# operation and step of decoding, in which loops, launches and pool copies are counted, and in three of Llama 3.2 1B
+# the bytes that move.
+aot: aot-newest aot-loops aot-steps aot-0112 aot-benchmark
 
 aot-newest: .venv-aot
 	$(PY_AOT) -m tests.aot.gpu
 
 aot-loops: .venv-aot
 	$(PY_AOT) -m tests.aot.loops
+
+aot-steps: .venv-aot
+	$(PY_AOT) -m tests.aot.decode_steps
 
 aot-0112: .venv-aot-0112
 	$(PY_AOT_0112) -m tests.aot.gpu $(CASES_0112)

@@ -140,7 +140,7 @@ DECODE_SHAPES = (
     DecodeShape("block_512", (700, 512), block_size=512, num_kv_heads=1),
     DecodeShape("drafts", (66, 3, 20), num_queries=5, group_size=3),
     DecodeShape("drafts_3x8", (40,), num_queries=3, group_size=8, num_kv_heads=1),
-    DecodeShape("drafts_8x16", (90,), num_queries=8, group_size=16, num_kv_heads=1),
+    DecodeShape("drafts_7x16", (90,), num_queries=7, group_size=16, num_kv_heads=1),
     DecodeShape("window_drafts", (98, 202, 30), window=70, num_queries=4),
     DecodeShape("kept_tokens", (230, 21, 3), window=40, num_sink_tokens=5),
     DecodeShape("sink_logits", (530, 0), has_sink_logits=True),

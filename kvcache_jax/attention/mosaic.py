@@ -109,8 +109,9 @@ def _attend(
 ) -> tuple[jax.Array, jax.Array]:
     from pallas_kernels.decode_rows import DecodeOptions
 
-    kernels = _kernels(name)
-    work = {"plan": kernels.DecodePlan(*plan.work)} if plan.work else {}
+    kernels, own = _kernels(name), {}
+    if name == MOSAIC_GPU:
+        own = dict(out_dtype=q.dtype, plan=kernels.DecodePlan(*plan.work) if plan.work else None)
     results = kernels.paged_decode(
         _cut(q),
         pool.k,
@@ -127,7 +128,7 @@ def _attend(
         layer=layer,
         sink_logits=sink_logits,
         interpret=is_interpreted.value,
-        **work,
+        **own,
     )
     out, lse = (x.reshape(q.shape[0], -1, *x.shape[2:])[:, : q.shape[1]] for x in results)
     return out, lse

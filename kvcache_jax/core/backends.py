@@ -47,9 +47,9 @@ class Backend:
         reason, the rest of a sentence.
       decode: `(q, pool, block_table, plan, group, *, layer, scale, soft_cap, sink_logits) -> (out, lse)` for
         steps of at most 8 new tokens a row, and packed ones: q `[r, t, num_kv_heads, group_size, head_dim]`
-        of the `AttentionPlan`'s rows, sink_logits f32`[num_kv_heads, group_size]` or None, out f32 like q,
-        lse f32`[r, t, num_kv_heads, group_size]`; 0 and -inf for a query that sees nothing. Slots that no
-        query sees may hold NaN.
+        of the `AttentionPlan`'s rows, sink_logits f32`[num_kv_heads, group_size]` or None, out like q, in its
+        dtype or float32, lse f32`[r, t, num_kv_heads, group_size]`; 0 and -inf for a query that sees nothing.
+        Slots that no query sees may hold NaN.
       prefill: Like `decode`, for steps with more tokens.
       write: `(pool, new, slots, group, *, layer) -> pool` stores new tokens as the kind's `encode` returned
         them, by name and in the arrays' dtypes, plain "k" and "v" `[n, num_kv_heads, head_dim]`, at slots

@@ -10,6 +10,7 @@ The softmax is online and to the base 2, with `scale * log2(e)` folded into one 
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,7 @@ from pallas_kernels.decode_rows import (
 from pallas_kernels.mosaic_gpu.decode_budget import STAGES, programs_per_sm
 from pallas_kernels.mosaic_gpu.decode_mask import KeyMask
 from pallas_kernels.mosaic_gpu.decode_plan import (
+    MAX_GROUP_SIZE,
     MAX_LANES,
     TILE_ROWS,
     DecodePlan,
@@ -38,6 +40,15 @@ from pallas_kernels.mosaic_gpu.decode_plan import (
 )
 from pallas_kernels.mosaic_gpu.grid import unflatten
 from pallas_kernels.mosaic_gpu.interpret import launch, touch
+from pallas_kernels.mosaic_gpu.lanes import (
+    as_queries,
+    fetch_queries,
+    lanes_smem,
+    load_queries,
+    num_query_copies,
+    result_shapes,
+    write_results,
+)
 from pallas_kernels.mosaic_gpu.limits import DECODED, NUM_SMS, why_not_block, why_not_pool
 from pallas_kernels.mosaic_gpu.merge import merge_items
 from pallas_kernels.mosaic_gpu.tiles import tiled
@@ -59,6 +70,7 @@ def paged_decode(
     layer: jax.Array | int = 0,
     sink_logits: jax.Array | None = None,
     plan: DecodePlan | None = None,
+    out_dtype: Any = jnp.float32,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of few queries per row over the blocks of one layer; see `reference.paged_decode`.
@@ -74,10 +86,11 @@ def paged_decode(
       layer: i32[].
       sink_logits: f32[h, g] or None.
       plan: From `plan_for` with the same rows, to share between layers; or None.
+      out_dtype: Of `out`, which is computed in float32; of 16 bits it costs no conversion.
       interpret: Run on the CPU, and look for races.
 
     Returns:
-      out f32[r, t, h, g, d] and lse f32[r, t, h, g].
+      out `[r, t, h, g, d]` and lse f32[r, t, h, g].
 
     Raises:
       ValueError: the arguments do not fit together, or this kernel does not take them.
@@ -92,20 +105,15 @@ def paged_decode(
     else:
         plan = plan_for(rows, q.shape, block_table.shape[1], k_pool.shape[2], interpret=interpret)
 
-    lanes = _as_lanes(q.astype(k_pool.dtype), tiling)
-    inputs = [lanes, k_pool, v_pool, block_table, plan.items, jnp.asarray(layer, jnp.int32).reshape(1)]
+    layer = jnp.asarray(layer, jnp.int32).reshape(1)
+    inputs = [q.astype(k_pool.dtype), k_pool, v_pool, block_table, plan.items, layer]
     if sink_logits is not None:
-        sinks = jnp.broadcast_to(sink_logits.astype(jnp.float32) * _LOG2_E, q.shape[:-1])
-        inputs.append(_as_lanes(sinks[:1, ..., None], tiling)[0, ..., 0])
-    num_lanes = tiling.num_lanes * tiling.num_lane_tiles
-    can_split = plan.items.shape[0] > num_rows
-    num_parts = plan.items.shape[0] if can_split else 1
-
-    def result(n: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-        return (
-            jax.ShapeDtypeStruct((n, num_heads, head_dim, num_lanes), jnp.float32),
-            jax.ShapeDtypeStruct((n, num_heads, num_lanes), jnp.float32),
-        )
+        inputs.append(_sinks_of_lanes(sink_logits.astype(jnp.float32) * _LOG2_E, tiling))
+    num_parts = plan.items.shape[0]
+    can_split = num_parts > num_rows
+    results = result_shapes(q.shape, tiling, out_dtype)
+    if can_split:
+        results += result_shapes((num_parts, *q.shape[1:]), tiling, jnp.float32)
 
     ring = plgpu.SMEM((STAGES, TILE_ROWS, head_dim), k_pool.dtype, transforms=tiled(head_dim, 2))
     ring_barrier = plgpu.Barrier(num_barriers=STAGES, num_arrivals=tiling.pieces_per_tile)
@@ -114,10 +122,9 @@ def paged_decode(
         k_smem=ring,
         v_smem=ring,
         p_smem=plgpu.SMEM((tiling.num_lanes, TILE_ROWS), k_pool.dtype, transforms=tiled(TILE_ROWS, 2)),
-        out_smem=plgpu.SMEM((head_dim, tiling.num_lanes), jnp.float32, transforms=tiled(tiling.num_lanes, 4)),
         # The result and the sink logits: two rows of 128 bytes, to which the copy engine wants them aligned.
         per_lane_smem=plgpu.SMEM((2, MAX_LANES), jnp.float32),
-        q_barrier=plgpu.Barrier(num_arrivals=1 if sink_logits is None else 2),
+        q_barrier=plgpu.Barrier(num_arrivals=num_query_copies(tiling, head_dim) + (sink_logits is not None)),
         k_barrier=ring_barrier,
         v_barrier=ring_barrier,
     )
@@ -125,8 +132,8 @@ def paged_decode(
         functools.partial(_decode, options, tiling, can_split, interpret),
         cost=_cost(q, k_pool, block_table),
         interpret=interpret,
-        out_type=(*result(num_rows), *result(num_parts)) if can_split else result(num_rows),
-        grid=(plan.items.shape[0] * tiling.num_lane_tiles * num_heads,),
+        out_type=results,
+        grid=(num_parts * tiling.num_lane_tiles * num_heads,),
         grid_names=("program",),
         kernel_name="paged_decode",
         scratch_types=scratch,
@@ -134,8 +141,10 @@ def paged_decode(
     )(*inputs)
     if can_split:
         part_out, part_lse = parts
-        out, lse = merge_items(out, lse, part_out, part_lse, plan.first_item, interpret=interpret)
-    return _as_queries(out.swapaxes(2, 3), tiling), _as_queries(lse, tiling)
+        out, lse = merge_items(out, lse, part_out, part_lse, plan.first_item, tiling, interpret=interpret)
+    if out.ndim == 4:
+        out = as_queries(out.swapaxes(2, 3), tiling)
+    return out, as_queries(lse, tiling)
 
 
 def plan_for(
@@ -160,10 +169,11 @@ def plan_for(
     check_size("num_columns", num_columns, 1)
     if reason := why_not_block(block_size, head_dim):
         raise ValueError(reason)
-    if not (1 <= num_queries <= MAX_QUERIES and group_size >= 1 and num_heads >= 1):
+    is_group = 1 <= group_size <= MAX_GROUP_SIZE
+    if not (1 <= num_queries <= MAX_QUERIES and is_group and num_heads >= 1):
         raise ValueError(
             f"q_shape is {q_shape}, expected (rows, queries, num_kv_heads, group_size, head_dim), each at "
-            f"least 1, and at most {MAX_QUERIES} queries"
+            f"least 1, at most {MAX_QUERIES} queries and a group of at most {MAX_GROUP_SIZE}"
         )
     tiling = tiling_of(num_queries, group_size, head_dim, block_size)
     num_programs = NUM_SMS * programs_per_sm(tiling, head_dim)
@@ -200,24 +210,15 @@ def why_not(k_pool: jax.Array, group_size: int) -> str | None:
     """Why this kernel does not take a pool, with so many query heads per key/value head; None if it does."""
     if reason := why_not_pool(k_pool, DECODED):
         return reason
-    if group_size > 16:
-        return f"{group_size} query heads share a key/value head, expected up to 16"
+    if group_size > MAX_GROUP_SIZE:
+        return f"{group_size} query heads share a key/value head, expected up to {MAX_GROUP_SIZE}"
     return None
 
 
-def _as_lanes(x: jax.Array, tiling: Tiling) -> jax.Array:
-    """`[r, t, h, g, d]` as `[r, h, lanes, d]`; the lanes after the last query are 0."""
-    num_rows, num_queries, num_heads, group_size, head_dim = x.shape
-    x = x.swapaxes(1, 2).reshape(num_rows, num_heads, num_queries * group_size, head_dim)
-    num_lanes = tiling.num_lanes * tiling.num_lane_tiles
-    return jnp.pad(x, ((0, 0), (0, 0), (0, num_lanes - x.shape[2]), (0, 0)))
-
-
-def _as_queries(x: jax.Array, tiling: Tiling) -> jax.Array:
-    """`[r, h, lanes, ...]` as `[r, t, h, g, ...]`."""
-    num_rows, num_heads = x.shape[:2]
-    x = x[:, :, : tiling.num_queries * tiling.group_size]
-    return x.reshape(num_rows, num_heads, tiling.num_queries, tiling.group_size, *x.shape[3:]).swapaxes(1, 2)
+def _sinks_of_lanes(sinks: jax.Array, tiling: Tiling) -> jax.Array:
+    """`[h, g]` as `[h, lanes]`, the same for all lane tiles; the lanes after the last query are 0."""
+    sinks = jnp.tile(sinks, (1, tiling.queries_per_tile))
+    return jnp.pad(sinks, ((0, 0), (0, tiling.num_lanes - sinks.shape[1])))
 
 
 def _decode(
@@ -230,7 +231,6 @@ def _decode(
     k_smem,
     v_smem,
     p_smem,
-    out_smem,
     per_lane_smem,
     q_barrier,
     k_barrier,
@@ -253,11 +253,10 @@ def _decode(
         is_part,
     ) = (items_ref[item, column] for column in Item)
     block_size, head_dim = k_ref.shape[2:]
-    first_lane = lane_tile * tiling.num_lanes
-    lanes = pl.ds(first_lane, tiling.num_lanes)
+    first_query = lane_tile * tiling.queries_per_tile
     lse_smem, sinks_smem = (per_lane_smem.at[nth, pl.ds(0, tiling.num_lanes)] for nth in range(2))
     mask = KeyMask(
-        options, tiling, block_size, first_column, num_columns, first_position, num_queries, first_lane
+        options, tiling, block_size, first_column, num_columns, first_position, num_queries, first_query
     )
     layout = plgpu.Layout.WGMMA
     by_lane = layout.reduce(0)
@@ -294,7 +293,6 @@ def _decode(
             plgpu.wgmma(acc_ref, a, b)
             if is_interpreted:
                 touch(a)
-                touch(b)
             return acc_ref[...]
 
         accumulator = plgpu.ACC(shape, jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
@@ -334,20 +332,26 @@ def _decode(
         refill(v_ref, v_smem, v_barrier, tile + STAGES, next_rows)
         return out * per_lane(decay, head_dim) + new_out, new_peak, total, rows_after
 
-    def write(out_ref, lse_ref, index) -> None:
-        plgpu.copy_smem_to_gmem(out_smem, out_ref.at[index, head, :, lanes])
-        plgpu.copy_smem_to_gmem(lse_smem, lse_ref.at[index, head, lanes])
-
-    @pl.when(row >= 0)
-    def _():
-        plgpu.copy_gmem_to_smem(q_ref.at[row, head, lanes], q_smem, q_barrier)
+    def begin(fetched_smem) -> None:
+        """Starts all copies, and lays the queries out as a wgmma reads them."""
+        fetch_queries(q_ref, (row, lane_tile, head), fetched_smem, q_barrier, tiling)
         if sinks_ref:
-            plgpu.copy_gmem_to_smem(sinks_ref[0].at[head, lanes], sinks_smem, q_barrier)
+            plgpu.copy_gmem_to_smem(sinks_ref[0].at[head], sinks_smem, q_barrier)
         for tile in range(STAGES):
             rows = pieces_of(tile)
             refill(k_ref, k_smem, k_barrier, jnp.int32(tile), rows)
             refill(v_ref, v_smem, v_barrier, jnp.int32(tile), rows)
         plgpu.barrier_wait(q_barrier)
+        load_queries(fetched_smem, q_smem)
+        plgpu.commit_smem()
+
+    def write(out, refs, index) -> None:
+        out_ref, lse_ref = refs
+        write_results(out, lse_smem, out_ref, lse_ref, (index, lane_tile, head), tiling)
+
+    @pl.when(row >= 0)
+    def _():
+        pl.run_scoped(begin, lanes_smem(tiling, head_dim, q_smem.dtype))
 
         def full(shape, value, of) -> jax.Array:
             return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), of)
@@ -364,15 +368,12 @@ def _decode(
         is_empty = (peak <= _MASKED) | (query >= num_queries)
         total = jnp.where(is_empty, 1.0, total)
         out = jnp.where(per_lane(is_empty, head_dim), 0.0, out / per_lane(total, head_dim))
-        out_smem[...] = out
         lse_smem[...] = jnp.where(is_empty, -jnp.inf, (peak + jnp.log2(total)) / _LOG2_E)
-        plgpu.commit_smem()
         if can_split:
-            pl.when(is_part == 1)(lambda: write(results[2], results[3], item))
-            pl.when(is_part == 0)(lambda: write(results[0], results[1], row))
+            pl.when(is_part == 1)(lambda: write(out, results[2:], item))
+            pl.when(is_part == 0)(lambda: write(out, results[:2], row))
         else:
-            write(results[0], results[1], row)
-        plgpu.wait_smem_to_gmem(0)
+            write(out, results, row)
 
 
 def _scaled(options: DecodeOptions, logits: jax.Array) -> jax.Array:

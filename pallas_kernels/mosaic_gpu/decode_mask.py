@@ -24,7 +24,7 @@ class KeyMask:
       num_columns: Likewise.
       first_position: Likewise.
       num_queries: Likewise.
-      first_lane: Lane of the row at which the lane tile starts.
+      first_query: Query of the row at which the lane tile starts.
     """
 
     options: DecodeOptions
@@ -34,7 +34,7 @@ class KeyMask:
     num_columns: Any
     first_position: Any
     num_queries: Any
-    first_lane: Any
+    first_query: Any
 
     @property
     def num_sink_blocks(self) -> int:
@@ -52,7 +52,7 @@ class KeyMask:
         """i32[lanes], which query of the row a lane belongs to."""
         layout = plgpu.Layout.WGMMA.reduce(0)
         lane = plgpu.broadcasted_iota(jnp.int32, (self.tiling.num_lanes,), 0, layout=layout)
-        return lax.div(self.first_lane + lane, jnp.int32(self.tiling.group_size))
+        return self.first_query + lax.div(lane, jnp.int32(self.tiling.group_size))
 
     def is_seen(self, tile: Any, query: jax.Array) -> jax.Array:
         """bool[TILE_ROWS, lanes], lanes without a query as for a later query."""

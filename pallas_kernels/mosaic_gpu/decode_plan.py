@@ -18,6 +18,8 @@ from pallas_kernels.decode_rows import DecodeRows
 TILE_ROWS = 64
 """Keys of a tile: the rows of a wgmma."""
 
+MAX_GROUP_SIZE = 16
+"""Query heads of a key/value head."""
 MAX_LANES = 32
 """Lanes of a program."""
 _MAX_LANE_VALUES = MAX_LANES * 128  # lanes times head_dim of a program: more does not fit into its registers
@@ -25,46 +27,60 @@ _MIN_SPLIT_TILES = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiling:
-    """The static cut.
+class LaneTiling:
+    """The static cut of the queries of a row and key/value head.
 
-    The keys of a tile are copied piece by piece; a block is a whole number of pieces. The queries of a row
-    and key/value head, `num_queries * group_size` lanes, are cut into tiles of lanes too; each lane tile
-    reads the keys again (from the L2 cache, for they run side by side).
+    A lane is a query of one query head. The lanes of `queries_per_tile` queries are a lane tile, filled up to
+    a multiple of 8 with lanes whose results nobody reads. Each lane tile reads the keys again (from the L2
+    cache, for they run side by side).
 
     Attributes:
       num_queries: Queries of a row.
       group_size: Query heads of a key/value head.
-      piece_len: Tokens of a piece, a multiple of 8; divides both a block and a tile.
-      pieces_per_block: Pieces of a block.
-      pieces_per_tile: Pieces of a tile.
+      queries_per_tile: Queries of a lane tile; the last one may have fewer.
       num_lanes: Lanes of a lane tile, a multiple of 8.
       num_lane_tiles: Lane tiles.
     """
 
     num_queries: int
     group_size: int
+    queries_per_tile: int
+    num_lanes: int
+    num_lane_tiles: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling(LaneTiling):
+    """The static cut of queries and of keys.
+
+    The keys of a tile are copied piece by piece; a block is a whole number of pieces.
+
+    Attributes:
+      piece_len: Tokens of a piece, a multiple of 8; divides both a block and a tile.
+      pieces_per_block: Pieces of a block.
+      pieces_per_tile: Pieces of a tile.
+    """
+
     piece_len: int
     pieces_per_block: int
     pieces_per_tile: int
-    num_lanes: int
-    num_lane_tiles: int
 
 
 def tiling_of(num_queries: int, group_size: int, head_dim: int, block_size: int) -> Tiling:
     """The cut into full tiles with the fewest copies."""
     piece = math.gcd(block_size, TILE_ROWS)
-    all_lanes = num_queries * group_size
-    num_lane_tiles = -(-all_lanes // min(MAX_LANES, _MAX_LANE_VALUES // head_dim))
-    lanes = -(-all_lanes // num_lane_tiles)
+    most_lanes = min(MAX_LANES, _MAX_LANE_VALUES // head_dim)
+    num_lane_tiles = -(-num_queries // max(1, most_lanes // group_size))
+    queries_per_tile = -(-num_queries // num_lane_tiles)
     return Tiling(
         num_queries=num_queries,
         group_size=group_size,
+        queries_per_tile=queries_per_tile,
+        num_lanes=-(-queries_per_tile * group_size // 8) * 8,
+        num_lane_tiles=num_lane_tiles,
         piece_len=piece,
         pieces_per_block=block_size // piece,
         pieces_per_tile=TILE_ROWS // piece,
-        num_lanes=-(-lanes // 8) * 8,
-        num_lane_tiles=num_lane_tiles,
     )
 
 

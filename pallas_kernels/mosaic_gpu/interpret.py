@@ -73,7 +73,7 @@ def touch(ref: Any) -> None:
     """Reads shared memory with an ordinary load, which the race detector sees.
 
     It does not see what a wgmma reads. To be called after a wgmma, in interpreted kernels only, with each
-    operand; the fence is what an ordinary read needs before a copy overwrites the place.
+    operand that copies refill; the fence is what an ordinary read needs before a copy overwrites the place.
     """
     total = ref[...].astype(jnp.float32).sum()
     pl.when(total == _UNLIKELY)(plgpu.commit_smem)  # keeps the read alive

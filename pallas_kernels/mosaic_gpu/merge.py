@@ -10,8 +10,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.decode_rows import check_floats
+from pallas_kernels.mosaic_gpu.decode_plan import LaneTiling
 from pallas_kernels.mosaic_gpu.grid import unflatten
 from pallas_kernels.mosaic_gpu.interpret import launch
+from pallas_kernels.mosaic_gpu.lanes import write_results
 from pallas_kernels.mosaic_gpu.tiles import tiled
 
 _MASKED = -1e30
@@ -53,9 +55,11 @@ def merge_attention(
     outs, lses = (x.astype(jnp.float32) for x in (outs, lses))
     outs = jnp.pad(outs.reshape(num_parts, 1, num_lanes, head_dim), ((0, 0), (0, 0), padding, (0, 0)))
     lses = jnp.pad(lses.reshape(num_parts, 1, num_lanes), ((0, 0), (0, 0), padding))
-    parts = outs.swapaxes(2, 3), lses
-    first_item = jnp.array([0, num_parts], jnp.int32)
-    out, lse = _merge(parts[0][:1], parts[1][:1], *parts, first_item, min_parts=1, interpret=interpret)
+    outs, first_item = outs.swapaxes(2, 3), jnp.array([0, num_parts], jnp.int32)
+    tile_lanes = min(_MAX_LANES, lses.shape[2])
+    num_tiles = lses.shape[2] // tile_lanes
+    tiling = LaneTiling(num_tiles, tile_lanes, 1, tile_lanes, num_tiles)
+    out, lse = _merge(outs[:1], lses[:1], outs, lses, first_item, tiling, min_parts=1, interpret=interpret)
     return out[0, 0, :, :num_lanes].T.reshape(*shape, head_dim), lse[0, 0, :num_lanes].reshape(shape)
 
 
@@ -65,46 +69,48 @@ def merge_items(
     part_out: jax.Array,
     part_lse: jax.Array,
     first_item: jax.Array,
+    tiling: LaneTiling,
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Puts together the rows that a plan has split.
 
     Args:
-      out: f32[r, h, d, lanes], holds the rows that are whole.
-      lse: f32[r, h, lanes].
+      out: See `lanes.result_shapes`; holds the rows that are whole.
+      lse: Likewise.
       part_out: f32[num_items, h, d, lanes], holds the items of split rows.
       part_lse: f32[num_items, h, lanes].
       first_item: i32[r + 1], see `DecodePlan`.
+      tiling: Of the queries.
       interpret: Run on the CPU, and look for races.
 
     Returns:
       `out` and `lse` with all rows, in place.
     """
-    return _merge(out, lse, part_out, part_lse, first_item, min_parts=2, interpret=interpret)
+    return _merge(out, lse, part_out, part_lse, first_item, tiling, min_parts=2, interpret=interpret)
 
 
 def _merge(
-    out, lse, part_out, part_lse, first_item, *, min_parts: int, interpret: bool
+    out, lse, part_out, part_lse, first_item, tiling: LaneTiling, *, min_parts: int, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:
-    num_rows, num_heads, head_dim, all_lanes = out.shape
-    num_lanes = next(n for n in range(min(_MAX_LANES, all_lanes), 0, -8) if all_lanes % n == 0)
+    _, num_heads, head_dim, _ = part_out.shape
     out_ref, lse_ref = jax.new_ref(out), jax.new_ref(lse)
-    num_lane_tiles = all_lanes // num_lanes
     launch(
-        functools.partial(_merge_row, num_lanes, num_lane_tiles, min_parts),
+        functools.partial(_merge_row, tiling, min_parts),
         cost=pl.CostEstimate(
             flops=3 * part_out.size,
             transcendentals=2 * part_lse.size,
-            bytes_accessed=4 * (part_out.size + out.size),
+            bytes_accessed=4 * part_out.size + out.dtype.itemsize * out.size,
         ),
         interpret=interpret,
         out_type=(),
-        grid=(num_rows * num_lane_tiles * num_heads,),
+        grid=(out.shape[0] * tiling.num_lane_tiles * num_heads,),
         grid_names=("program",),
         kernel_name="merge_attention",
         scratch_types=dict(
-            part_smem=plgpu.SMEM((_STAGES, head_dim, num_lanes), jnp.float32, transforms=tiled(num_lanes, 4)),
+            part_smem=plgpu.SMEM(
+                (_STAGES, head_dim, tiling.num_lanes), jnp.float32, transforms=tiled(tiling.num_lanes, 4)
+            ),
             part_lse_smem=plgpu.SMEM((_STAGES, _MAX_LANES), jnp.float32),  # of each slot the first lanes
             barrier=plgpu.Barrier(num_barriers=_STAGES, num_arrivals=2),
         ),
@@ -114,8 +120,7 @@ def _merge(
 
 
 def _merge_row(
-    num_lanes: int,
-    num_lane_tiles: int,
+    tiling: LaneTiling,
     min_parts: int,
     out_ref,
     lse_ref,
@@ -128,10 +133,10 @@ def _merge_row(
     barrier,
 ) -> None:
     """One row, lane tile and key/value head; nothing, where the row has fewer parts."""
-    num_heads = part_ref.shape[1]
-    row, lane_tile, head = unflatten(lax.axis_index("program"), num_lane_tiles, num_heads)
+    _, num_heads, head_dim, _ = part_ref.shape
+    row, lane_tile, head = unflatten(lax.axis_index("program"), tiling.num_lane_tiles, num_heads)
     first, end = first_item_ref[row], first_item_ref[row + 1]
-    head_dim = part_ref.shape[2]
+    num_lanes = tiling.num_lanes
     lanes, lanes_of_slot = pl.ds(lane_tile * num_lanes, num_lanes), pl.ds(0, num_lanes)
     layout = plgpu.Layout.WGMMA
     by_lane = layout.reduce(0)
@@ -179,9 +184,7 @@ def _merge_row(
         is_empty = peak <= _MASKED
         total = jnp.where(is_empty, 1.0, total)
         # The ring is free again: its first slot takes the result.
-        part_smem[0] = jnp.where(per_lane(is_empty), 0.0, out / per_lane(total))
         part_lse_smem[0, lanes_of_slot] = jnp.where(is_empty, -jnp.inf, (peak + jnp.log2(total)) / _LOG2_E)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(part_smem.at[0], out_ref.at[row, head, :, lanes])
-        plgpu.copy_smem_to_gmem(part_lse_smem.at[0, lanes_of_slot], lse_ref.at[row, head, lanes])
-        plgpu.wait_smem_to_gmem(0)
+        out = jnp.where(per_lane(is_empty), 0.0, out / per_lane(total))
+        lse_smem = part_lse_smem.at[0, lanes_of_slot]
+        write_results(out, lse_smem, out_ref, lse_ref, (row, lane_tile, head), tiling)

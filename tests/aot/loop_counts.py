@@ -7,14 +7,12 @@ and after the last; a `conditional` does so once. A loop of known trips only lau
 import dataclasses
 import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
-_HEADER = re.compile(r"^(ENTRY )?%?([\w.-]+) .*\{$")
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.-]+ = (.*)$")
-_OPCODE = re.compile(r"([\w-]+)\(")
-_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
-_CALLED = re.compile(r"(?:body|to_apply|calls|true_computation|false_computation)=%?([\w.-]+)")
-_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+from tests.aot.hlo_program import HloProgram, Instruction, parse_hlo
+from tests.aot.traffic import traffic_of
+
 _NO_LAUNCH = {
     "add-dependency",
     "after-all",
@@ -41,6 +39,8 @@ class LoopCounts:
       known_loops: Loops of known trips, each once.
       launches: Kernels, copies and library calls outside loops of unknown trips, and of the largest branches.
       trip_launches: The same for one trip of every loop of unknown trips.
+      read_bytes: By `launches`, see `traffic`.
+      written_bytes: Likewise.
     """
 
     loops: int = 0
@@ -48,6 +48,8 @@ class LoopCounts:
     known_loops: int = 0
     launches: int = 0
     trip_launches: int = 0
+    read_bytes: int = 0
+    written_bytes: int = 0
 
     @property
     def waits(self) -> int:
@@ -73,7 +75,7 @@ class LoopCounts:
         if is_opened:
             return dataclasses.replace(self, loops=1 + self.loops)
         launches = self.launches + self.trip_launches
-        return dataclasses.replace(self, loops=1 + self.loops, launches=0, trip_launches=launches)
+        return LoopCounts(1 + self.loops, self.conditionals, self.known_loops, trip_launches=launches)
 
 
 def compiled_counts(hlo: str, is_loop: bool = False, is_ordinary: bool = False) -> LoopCounts:
@@ -87,52 +89,49 @@ def compiled_counts(hlo: str, is_loop: bool = False, is_ordinary: bool = False) 
     Raises:
       ValueError: The text names no entry.
     """
-    computations: dict[str, list[str]] = {}
-    entry, lines = None, []
-    for line in hlo.splitlines():
-        if header := _HEADER.match(line):
-            lines = computations[header[2]] = []
-            entry = header[2] if header[1] else entry
-        elif instruction := _INSTRUCTION.match(line):
-            lines.append(_without_type(instruction[1]))
-    if entry is None:
-        raise ValueError(f"expected the text of a compiled program with an ENTRY, got {hlo[:80]!r}")
+    program = parse_hlo(hlo)
+    return _counts_of(program, program.entry, is_loop, is_ordinary)
 
+
+def step_counts(hlo: str) -> LoopCounts:
+    """Counts one trip of the program's outer loop of unknown trips that moves most bytes.
+
+    Loops of unknown trips within it make none, as in an ordinary step.
+    """
+    program = parse_hlo(hlo)
+    loops = [each for each in program.computations[program.entry].values() if each.opcode == "while"]
+    bodies = [each.called("body")[0] for each in loops if each.num_trips is None]
+    counts = [_counts_of(program, body, is_ordinary=True) for body in bodies]
+    return max(counts, key=lambda count: count.read_bytes)
+
+
+def _counts_of(
+    program: HloProgram, computation: str, is_loop: bool = False, is_ordinary: bool = False
+) -> LoopCounts:
     def count(name: str, is_opened: bool = False) -> LoopCounts:
-        return sum((count_line(line, is_opened) for line in computations[name]), LoopCounts())
+        instructions = program.computations[name]
+        return sum((count_one(each, instructions, is_opened) for each in instructions.values()), LoopCounts())
 
-    def count_line(line: str, is_opened: bool) -> LoopCounts:
-        is_passed = is_ordinary and not is_opened
-        opcode = _OPCODE.match(line)
-        if opcode is None or opcode[1] in _NO_LAUNCH or opcode[1].endswith(("-done", "-update")):
+    def count_one(
+        instruction: Instruction, instructions: Mapping[str, Instruction], is_opened: bool
+    ) -> LoopCounts:
+        opcode = instruction.opcode
+        if opcode in _NO_LAUNCH or opcode.endswith(("-done", "-update")):
             return LoopCounts()
-        if opcode[1] == "while":
-            (body,) = re.findall(r"body=%?([\w.-]+)", line)
-            trips = _TRIPS.search(line)
-            if trips:
-                return count(body).trips(int(trips[1]))
-            return count(body).unknown_trips(is_opened, is_passed)
-        if opcode[1] == "conditional":
-            named = [name.strip(" %") for group in _BRANCHES.findall(line) for name in group.split(",")]
-            branches = [count(name) for name in named or _CALLED.findall(line)]
-            return _largest(branches) + LoopCounts(conditionals=1)
-        if opcode[1] in ("call", "async-start"):
-            return sum((count(name) for name in _CALLED.findall(line)), LoopCounts())
-        return LoopCounts(launches=1)
+        if opcode == "while":
+            body = count(instruction.called("body")[0])
+            if instruction.num_trips is not None:
+                return body.trips(instruction.num_trips)
+            return body.unknown_trips(is_opened, is_passed=is_ordinary and not is_opened)
+        if opcode == "conditional":
+            names = instruction.called("branch_computations", "true_computation", "false_computation")
+            return _largest([count(name) for name in names]) + LoopCounts(conditionals=1)
+        if opcode in ("call", "async-start"):
+            return sum((count(name) for name in instruction.called("to_apply", "calls")), LoopCounts())
+        traffic = traffic_of(program, instructions, instruction)
+        return LoopCounts(launches=1, read_bytes=traffic.read, written_bytes=traffic.written)
 
-    return count(entry, is_loop)
-
-
-def _without_type(text: str) -> str:
-    """An instruction from its opcode on; the type before it may be a tuple, with comments and layouts."""
-    if not text.startswith("("):
-        return text.partition(" ")[2]
-    depth = 0
-    for i, letter in enumerate(text):
-        depth += (letter == "(") - (letter == ")")
-        if depth == 0:
-            return text[i + 1 :].lstrip()
-    return ""
+    return count(computation, is_loop)
 
 
 def _largest(branches: list[LoopCounts]) -> LoopCounts:

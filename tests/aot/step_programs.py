@@ -6,6 +6,7 @@ are about 20 a layer, 40 of `kv.extend`, 20 of sampling and 10 of what the loop 
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -52,25 +53,29 @@ def _decoder():
     return jax.eval_shape(lambda: Decoder(MODEL, rngs=nnx.Rngs(0)))
 
 
-def _decode(state, decoder, max_steps, *, num_drafts: int):
+def decode(state, decoder, max_steps, *, num_drafts: int = 0):
+    """The loop of `kv.generate`."""
     source = loop.DraftSource(num_drafts) if num_drafts else None
     return loop.decode(forward, decoder, None, state, max_steps, draft_source=source)
+
+
+def decode_arguments(config: kv.CacheConfig, decoder: Decoder) -> tuple:
+    """Shapes for `decode`."""
+    greedy = kv.decoding.SamplingParams()
+
+    def state(cache):
+        return generate._empty_state(cache, config.max_seq_len, None, jnp.zeros(2, jnp.int32), greedy)
+
+    return jax.eval_shape(state, shapes_of(config)), decoder, i32()
 
 
 def _decoding(subject: str, detail: str, limits: Limits, num_drafts: int = 0, **options) -> Program:
     """A step of `kv.generate`."""
     config = config_of(**options)
+    function = functools.partial(decode, num_drafts=num_drafts)
 
     def arguments() -> tuple:
-        greedy = kv.decoding.SamplingParams()
-
-        def state(cache):
-            return generate._empty_state(cache, config.max_seq_len, None, jnp.zeros(2, jnp.int32), greedy)
-
-        return jax.eval_shape(state, shapes_of(config)), _decoder(), i32()
-
-    def function(state, decoder, max_steps):
-        return _decode(state, decoder, max_steps, num_drafts=num_drafts)
+        return decode_arguments(config, _decoder())
 
     is_ordinary = bool(config.extras)
     return Program(
@@ -117,10 +122,8 @@ def _ending(limits: Limits) -> Program:
     return Program("rows end", f"commit and free of {NUM_ENDED}", config, function, arguments, limits)
 
 
-def _engine(kernels: str, limits: Limits, **options_of_cache) -> Program:
-    """An ordinary step of the engine: nothing is admitted, ended, preempted, evicted or copied."""
-    config = config_of(enable_prefix_caching=True, implementation=kernels, **options_of_cache)
-    sizes = TableSizes(num_slots=128, num_tokens=2**18, num_stops=4, num_clients=8, num_items=0)
+def serve(state, decoder, inbox, max_steps):
+    """A dispatch of the engine."""
     options = Options(
         policy="fcfs",
         num_pieces=4,
@@ -130,19 +133,28 @@ def _engine(kernels: str, limits: Limits, **options_of_cache) -> Program:
         schedule=Schedule(),
         most_admissions=4,
     )
+    return run_dispatch(Model(forward), decoder, state, inbox, max_steps, options)
+
+
+def serve_arguments(config: kv.CacheConfig, decoder: Decoder) -> tuple:
+    """Shapes for `serve`."""
+    sizes = TableSizes(num_slots=128, num_tokens=2**18, num_stops=4, num_clients=8, num_items=0)
+    outbox = 64 * config.max_seqs, outbox_width(0)
+    state = jax.eval_shape(lambda cache: empty_state(cache, sizes, outbox), shapes_of(config))
+    table = RequestTable(sizes, dataclasses.replace(sizes, num_slots=64), 64, config.max_seq_len)
+    inbox = jax.eval_shape(lambda: table.pack(False).inbox)
+    return state, decoder, inbox, i32()
+
+
+def _engine(kernels: str, limits: Limits, **options_of_cache) -> Program:
+    """An ordinary step of the engine: nothing is admitted, ended, preempted, evicted or copied."""
+    config = config_of(enable_prefix_caching=True, implementation=kernels, **options_of_cache)
 
     def arguments() -> tuple:
-        outbox = 64 * NUM_ROWS, outbox_width(0)
-        state = jax.eval_shape(lambda cache: empty_state(cache, sizes, outbox), shapes_of(config))
-        table = RequestTable(sizes, dataclasses.replace(sizes, num_slots=64), 64, config.max_seq_len)
-        inbox = jax.eval_shape(lambda: table.pack(False).inbox)
-        return state, _decoder(), inbox, i32()
-
-    def function(state, decoder, inbox, steps):
-        return run_dispatch(Model(forward), decoder, state, inbox, steps, options)
+        return serve_arguments(config, _decoder())
 
     detail = "ordinary, attention by kernels" + ", host" * bool(config.extras)
-    return Program("engine step", detail, config, function, arguments, limits, is_loop=True, is_ordinary=True)
+    return Program("engine step", detail, config, serve, arguments, limits, is_loop=True, is_ordinary=True)
 
 
 def _limits(waits: int, launches: int) -> Limits:

@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 
 from tests.aot import loops
-from tests.aot.loop_counts import LoopCounts, compiled_counts, lowered_counts
+from tests.aot.loop_counts import LoopCounts, compiled_counts, lowered_counts, step_counts
 from tests.aot.program import Limits
 from tests.aot.program_cost import ProgramCost, all_programs, failures, lower
 from tests.aot.table import Table
@@ -81,7 +81,10 @@ def test_a_compiled_program_is_counted():
     counts = LoopCounts(loops=1, conditionals=1, known_loops=1, launches=1, trip_launches=body)
     assert compiled_counts(HLO) == counts
     opened = dataclasses.replace(counts, launches=1 + body, trip_launches=0)
+    # Of each 32 bytes; the copy's result has a number beside the copy.
+    opened = dataclasses.replace(opened, read_bytes=32 * body, written_bytes=32 * body + 4)
     assert compiled_counts(HLO, is_loop=True) == opened
+    assert step_counts(HLO) == dataclasses.replace(opened, loops=0, launches=body)
     with pytest.raises(ValueError, match="expected the text of a compiled program with an ENTRY, got 'body'"):
         compiled_counts("body")
 

@@ -17,19 +17,14 @@ prepared = []
 def take_apart(params):
     assert not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(params))
     prepared.append(params)
-    return {
-        **{name: value for name, value in params.items() if name != "stack"},
-        "layers": [*params["stack"]],
-    }
+    return {**params, "layers": [*params["layers"]]}
 
 
 FORWARD = kv.decoding.PreparedForward(tiny_model.forward, take_apart)
-"""Of parameters that its function does not take."""
 
 
 def stack_of(params):
-    others = {name: value for name, value in params.items() if name != "layers"}
-    return {**others, "stack": jnp.stack(params["layers"])}
+    return {**params, "layers": jnp.stack(params["layers"])}
 
 
 @pytest.fixture(autouse=True)

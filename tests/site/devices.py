@@ -19,6 +19,7 @@ from pallas_kernels.mosaic_gpu import limits as gpu_limits
 from pallas_kernels.mosaic_tpu import limits as tpu_limits
 from tests.aot import tpu, tpu_programs
 from tests.aot.cases import CASES
+from tests.aot.decode_steps import STEPS
 from tests.aot.operation_programs import operation_programs
 from tests.aot.step_programs import step_programs
 from tests.support.sources import ROOT
@@ -65,7 +66,7 @@ def interpreted_tests(pattern: str) -> str:
 
 
 def compiled_for_hopper() -> str:
-    num_programs = len(operation_programs()) + len(step_programs())
+    num_programs = len(operation_programs()) + len(step_programs()) + len(STEPS)
     return f"`make aot`: {len(CASES)} kernels and steps, {num_programs} programs"
 
 
