@@ -1,0 +1,134 @@
+"""Requests on the tables of a hybrid's cache: what each finds, and which blocks carry snapshots after them.
+
+No model runs: blocks, hits and snapshots depend on tokens alone. `experiments.hybrid.model` runs one.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import kvcache_jax as kv
+from experiments.hybrid.workloads import Request, num_prompt_tokens
+
+BLOCK_SIZE = 16
+MAX_LEN = 2304
+PIECE_LEN = 128  # tokens of a step; a snapshot at every block is published behind each
+
+POLICIES: dict[str, kv.Snapshots] = {
+    "every block": kv.Snapshots(every=BLOCK_SIZE),
+    "junctions and ends": kv.Snapshots(),
+    "junctions": kv.Snapshots(at_end=False),
+    "ends": kv.Snapshots(at_junctions=False),
+    "none": kv.Snapshots(at_junctions=False, at_end=False),
+}
+DENSE, DEFAULT, *_ = POLICIES
+
+
+def layers_of(
+    recurrent: kv.GatedDeltaNet, full: kv.FullAttention, num_repeats: int, num_recurrent: int
+) -> list[kv.GatedDeltaNet | kv.FullAttention]:
+    """Lists the layers of a hybrid: recurrent ones and a full one behind them, repeated."""
+    return [*[recurrent] * num_recurrent, full] * num_repeats
+
+
+def config_of(snapshots: kv.Snapshots, num_points: int = 4096) -> kv.CacheConfig:
+    """Builds the config of four recurrent and two full layers, of one row, with a pool of `num_points`."""
+    recurrent = kv.GatedDeltaNet(2, 8, key_dim=8, num_key_heads=2, num_blocks=num_points)
+    return kv.CacheConfig(
+        layers_of(recurrent, kv.FullAttention(1, 8), 2, 2),
+        num_blocks=4096,
+        block_size=BLOCK_SIZE,
+        max_seqs=1,
+        max_seq_len=MAX_LEN,
+        max_query_len=PIECE_LEN,
+        enable_prefix_caching=True,
+        snapshots=snapshots,
+        dtype=jnp.float32,
+    )
+
+
+class Served(NamedTuple):
+    """The outcome of a workload.
+
+    Attributes:
+      num_tokens: Of all prompts.
+      num_cached: Tokens that each request found.
+      num_snapshots: Published points at the end.
+      block_ids: i32[requests, columns], the blocks of keys that each row held at last.
+      has_snapshot: bool[requests, columns], which of them carry a snapshot at the end.
+    """
+
+    num_tokens: int
+    num_cached: list[int]
+    num_snapshots: int
+    block_ids: np.ndarray
+    has_snapshot: np.ndarray
+
+    @property
+    def num_saved(self) -> int:
+        """Tokens of prompts that were found, of all requests."""
+        return sum(self.num_cached)
+
+
+def serve(config: kv.CacheConfig, requests: Sequence[Request]) -> Served:
+    """Serves requests one after the other, prompt and answer, on tables without storage.
+
+    Raises:
+      RuntimeError: the tables break an invariant.
+    """
+    cache, found = kv.init(config, storage=False), []
+    for prompt, answer in requests:
+        tokens = np.zeros((1, MAX_LEN), np.int32)
+        tokens[0, : len(prompt) + len(answer)] = prompt + answer
+        cache, status, *rest = _serve(cache, tokens, len(prompt), len(prompt) + len(answer))
+        kv.raise_for_status(status, "a request")
+        found.append(rest)
+    if broken := kv.check_invariants(cache):
+        raise RuntimeError(f"the tables are broken: {broken[0]}")
+    num_cached, block_ids = (np.stack(column) for column in zip(*jax.device_get(found), strict=True))
+    [points] = config.snapshot_groups
+    links = cache.control.prefix_index.group_links[points]
+    carries = np.append(np.asarray(links.block_ids[:, 0]) < config.groups[points].num_blocks, False)
+    cached = cache.control.block_pools[points].cached
+    return Served(
+        num_prompt_tokens(requests),
+        num_cached[:, 0].tolist(),
+        int(cached.is_published.sum()),
+        block_ids,
+        carries[block_ids],
+    )
+
+
+@functools.partial(jax.jit, donate_argnames="cache")
+def _serve(
+    cache: kv.Cache, tokens: jax.Array, num_prompt: int, num_text: int
+) -> tuple[kv.Cache, jax.Array, jax.Array, jax.Array]:
+    """Serves tokens i32[1, MAX_LEN] in row 0: prompt, answer, commit, free.
+
+    Returns the cache, status i32[1], the tokens found i32[1], and the row's blocks i32[columns].
+    """
+    cache, admission = kv.allocate(cache, [0], jnp.asarray(num_prompt)[None], tokens=tokens)
+
+    def grow(state):
+        cache, status = state
+        start, end = cache.context_len, jnp.where(cache.context_len < num_prompt, num_prompt, num_text)
+        num_new = jnp.minimum(end - start, PIECE_LEN)
+        new = lax.dynamic_slice_in_dim(jnp.pad(tokens, ((0, 0), (0, PIECE_LEN))), start[0], PIECE_LEN, axis=1)
+        cache, step = kv.extend(cache, num_new, max_new=PIECE_LEN, tokens=new)
+        cache, _ = kv.commit(cache, [0], is_end=False)
+        return cache, step.status
+
+    def is_left(state):
+        cache, status = state
+        return (status[0] == kv.Status.OK) & (cache.context_len[0] < num_text)
+
+    cache, status = lax.while_loop(is_left, grow, (cache, admission.status))
+    cache, _ = kv.commit(cache, [0])
+    block_ids = cache.control.block_pools[cache.config.indexed_group].block_table[0]
+    cache, _ = kv.free(cache, [0])
+    return cache, status, admission.num_cached, block_ids
