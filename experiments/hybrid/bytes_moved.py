@@ -53,8 +53,15 @@ def of_decode(kind: kv.GatedDeltaNet = QWEN3_NEXT) -> dict[str, float]:
 
 def _config(kind: kv.GatedDeltaNet, num_layers: int) -> kv.CacheConfig:
     layers = [kv.FullAttention(1, 16), *[kind] * num_layers]
-    sizes = {"num_blocks": 64, "block_size": BLOCK_SIZE, "max_seqs": 1, "max_seq_len": 1024}
-    return kv.CacheConfig(layers, **sizes, dtype=jnp.bfloat16, enable_prefix_caching=True)
+    return kv.CacheConfig(
+        layers,
+        num_blocks=64,
+        block_size=BLOCK_SIZE,
+        max_seqs=1,
+        max_seq_len=1024,
+        dtype=jnp.bfloat16,
+        enable_prefix_caching=True,
+    )
 
 
 def _moves(
@@ -64,7 +71,8 @@ def _moves(
     share = 1 / BLOCK_SIZE if is_fold else 1
     for eqn in jaxpr.eqns:
         kind = eqn.primitive.name
-        name = names.get(eqn.invars[0].aval.shape) if kind.startswith(("gather", "scatter")) else None
+        array: Any = eqn.invars[0].aval if kind.startswith(("gather", "scatter")) else None
+        name = None if array is None else names.get(array.shape)
         if name is not None:
             moved: Any = eqn.outvars[0].aval if kind == "gather" else eqn.invars[2].aval
             what = "folded" if is_fold else "read" if kind == "gather" else "written"

@@ -92,9 +92,10 @@ def serve(config: kv.CacheConfig, requests: Sequence[Request], params: Params | 
         np.stack(column) for column in zip(*jax.device_get(found), strict=True)
     )
     [points] = config.snapshot_groups
-    links = cache.control.prefix_index.group_links[points]
+    index, cached = cache.control.prefix_index, cache.control.block_pools[points].cached
+    links = index and index.group_links[points]
+    assert links is not None and cached is not None
     carries = np.append(np.asarray(links.block_ids[:, 0]) < config.groups[points].num_blocks, False)
-    cached = cache.control.block_pools[points].cached
     return Served(
         num_prompt_tokens(requests),
         num_cached[:, 0].tolist(),
