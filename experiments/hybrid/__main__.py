@@ -12,9 +12,9 @@ A hybrid of four `GatedDeltaNet` and two full layers, random weights and tiny wi
 after the other, by policy of `CacheConfig(snapshots=)`: 64 few-shot prompts of one prefix with answers of 8
 tokens, six chats of six turns, and prompts that share a system prompt and one of eight subjects. Prompts and
 answers are random tokens. With the pool that holds all snapshots, the model runs: what it predicts after each
-token of a few-shot prompt or a chat that a policy computes is compared with what it predicts uncached. Pools of few points
-serve the same requests on tables alone, without storage: what is found depends on tokens alone. Bytes of
-snapshots are the published points', of this model and of Qwen3-Next: 36 layers of 2 MiB + 48 KiB.
+token of a few-shot prompt or a chat that a policy computes is compared with what it predicts uncached. Pools
+of few points serve the same requests on tables alone, without storage: what is found depends on tokens alone.
+Bytes of snapshots are the published points', of this model and of Qwen3-Next: 36 layers of 2 MiB + 48 KiB.
 
 Bytes of a decode step are counted from the traced program of one layer of Qwen3-Next, one row, W = 16,
 bfloat16 (states in float32): what gathers read from the pools and scatters write to them; the fold of a full
@@ -37,6 +37,7 @@ from experiments.hybrid.tables import (
     BLOCK_SIZE,
     DEFAULT,
     DENSE,
+    ENDS,
     JUNCTIONS,
     NONE,
     POLICIES,

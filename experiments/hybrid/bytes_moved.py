@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr
 
 import kvcache_jax as kv
 
@@ -65,7 +64,7 @@ def _config(kind: kv.GatedDeltaNet, num_layers: int) -> kv.CacheConfig:
 
 
 def _moves(
-    jaxpr: Jaxpr, names: Mapping[tuple[int, ...], str], is_fold: bool = False
+    jaxpr: Any, names: Mapping[tuple[int, ...], str], is_fold: bool = False
 ) -> Iterator[tuple[str, str, int, float]]:
     """Lists the array, what is done, bytes, and how often per token."""
     share = 1 / BLOCK_SIZE if is_fold else 1
@@ -79,9 +78,8 @@ def _moves(
             yield name, what, moved.size * moved.dtype.itemsize, share
         for inner in jax.tree.leaves([*eqn.params.values()], is_leaf=_is_program):
             if _is_program(inner):
-                inner = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
-                yield from _moves(inner, names, is_fold or kind == "while")
+                yield from _moves(getattr(inner, "jaxpr", inner), names, is_fold or kind == "while")
 
 
 def _is_program(value: Any) -> bool:
-    return isinstance(value, ClosedJaxpr | Jaxpr)
+    return hasattr(value, "eqns")  # closed over constants or not

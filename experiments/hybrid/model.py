@@ -55,7 +55,9 @@ def _full(
     weights: Params, x: jax.Array, cache: kv.Cache, layer: int, step: kv.Step
 ) -> tuple[kv.Cache, jax.Array]:
     qkv = (x @ weights["qkv"]).reshape(*x.shape[:2], 3, FULL.num_kv_heads, FULL.head_dim)
-    return kv.attention(cache, layer, qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], step)
+    cache, out = kv.attention(cache, layer, qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], step)
+    assert isinstance(out, jax.Array)
+    return cache, out
 
 
 def _normalised(x: jax.Array) -> jax.Array:
