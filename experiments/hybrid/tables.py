@@ -1,0 +1,144 @@
+"""Requests on a hybrid's cache: what each finds, and which blocks carry snapshots after them.
+
+Blocks, hits and snapshots depend on tokens alone, so that a cache without storage finds them without a model.
+With one, each computed token's prediction is returned too.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import kvcache_jax as kv
+from experiments.hybrid.model import FULL, RECURRENT, Params, forward
+from experiments.hybrid.workloads import Request, num_prompt_tokens
+
+BLOCK_SIZE = 16
+MAX_LEN = 2304
+PIECE_LEN = 128  # tokens of a step; a snapshot at every block is published behind each
+
+POLICIES: dict[str, kv.Snapshots] = {
+    "every block": kv.Snapshots(every=BLOCK_SIZE),
+    "junctions and ends": kv.Snapshots(),
+    "junctions": kv.Snapshots(at_end=False),
+    "ends": kv.Snapshots(at_junctions=False),
+    "none": kv.Snapshots(at_junctions=False, at_end=False),
+}
+DENSE, DEFAULT, JUNCTIONS, ENDS, NONE = POLICIES
+
+
+def config_of(snapshots: kv.Snapshots, num_points: int = 4096) -> kv.CacheConfig:
+    """Builds the config of four recurrent and two full layers, of one row, with a pool of `num_points`."""
+    recurrent = dataclasses.replace(RECURRENT, num_blocks=num_points)
+    return kv.CacheConfig(
+        [recurrent, recurrent, FULL] * 2,
+        num_blocks=4096,
+        block_size=BLOCK_SIZE,
+        max_seqs=1,
+        max_seq_len=MAX_LEN,
+        max_query_len=PIECE_LEN,
+        enable_prefix_caching=True,
+        snapshots=snapshots,
+        dtype=jnp.float32,
+    )
+
+
+class Served(NamedTuple):
+    """The outcome of a workload.
+
+    Attributes:
+      num_tokens: Of all prompts.
+      num_cached: Tokens that each request found.
+      num_snapshots: Published points at the end.
+      block_ids: i32[requests, columns], the blocks of keys that each row held at last.
+      has_snapshot: bool[requests, columns], which of them carry a snapshot at the end.
+      predicted: i32[requests, MAX_LEN], the model's best token behind each computed one; -1 elsewhere.
+    """
+
+    num_tokens: int
+    num_cached: list[int]
+    num_snapshots: int
+    block_ids: np.ndarray
+    has_snapshot: np.ndarray
+    predicted: np.ndarray
+
+    @property
+    def num_saved(self) -> int:
+        """Tokens of prompts that were found, of all requests."""
+        return sum(self.num_cached)
+
+
+def serve(config: kv.CacheConfig, requests: Sequence[Request], params: Params | None = None) -> Served:
+    """Serves requests one after the other, prompt and answer; without a model on tables without storage.
+
+    Raises:
+      RuntimeError: the tables break an invariant.
+    """
+    cache, found = kv.init(config, storage=params is not None), []
+    for prompt, answer in requests:
+        tokens = np.zeros((1, MAX_LEN), np.int32)
+        tokens[0, : len(prompt) + len(answer)] = prompt + answer
+        cache, status, *rest = _serve(cache, params, tokens, len(prompt), len(prompt) + len(answer))
+        kv.raise_for_status(status, "a request")
+        found.append(rest)
+    if broken := kv.check_invariants(cache):
+        raise RuntimeError(f"the tables are broken: {broken[0]}")
+    num_cached, block_ids, predicted = (
+        np.stack(column) for column in zip(*jax.device_get(found), strict=True)
+    )
+    [points] = config.snapshot_groups
+    index, cached = cache.control.prefix_index, cache.control.block_pools[points].cached
+    links = index and index.group_links[points]
+    assert links is not None and cached is not None
+    carries = np.append(np.asarray(links.block_ids[:, 0]) < config.groups[points].num_blocks, False)
+    return Served(
+        num_prompt_tokens(requests),
+        num_cached[:, 0].tolist(),
+        int(cached.is_published.sum()),
+        block_ids,
+        carries[block_ids],
+        predicted,
+    )
+
+
+@functools.partial(jax.jit, donate_argnames="cache")
+def _serve(
+    cache: kv.Cache, params: Params | None, tokens: jax.Array, num_prompt: jax.Array, num_text: jax.Array
+) -> tuple[kv.Cache, jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Serves tokens i32[1, MAX_LEN], prompt and answer, in row 0; commits and frees it.
+
+    Returns the cache, status i32[1], the tokens found i32[1], the row's blocks i32[columns], and the best
+    token behind each computed one, i32[MAX_LEN].
+    """
+    cache, admission = kv.allocate(cache, [0], jnp.asarray(num_prompt)[None], tokens=tokens)
+    padded = jnp.pad(tokens, ((0, 0), (0, PIECE_LEN)))
+
+    def grow(state):
+        cache, status, predicted = state
+        [start] = cache.context_len
+        num_new = jnp.minimum(jnp.where(start < num_prompt, num_prompt, num_text) - start, PIECE_LEN)
+        new = lax.dynamic_slice_in_dim(padded, start, PIECE_LEN, axis=1)
+        cache, step = kv.extend(cache, num_new[None], max_new=PIECE_LEN, tokens=new)
+        if params is not None:
+            cache, logits = forward(params, new, cache, step)
+            order = jnp.arange(PIECE_LEN)
+            places = jnp.where(order < num_new, start + order, MAX_LEN)
+            predicted = predicted.at[places].set(logits[0].argmax(axis=-1).astype(jnp.int32), mode="drop")
+        cache, _ = kv.commit(cache, [0], is_end=False)
+        return cache, step.status, predicted
+
+    def is_left(state):
+        cache, status, _ = state
+        return (status[0] == kv.Status.OK) & (cache.context_len[0] < num_text)
+
+    state = cache, admission.status, jnp.full(MAX_LEN, -1, jnp.int32)
+    cache, status, predicted = lax.while_loop(is_left, grow, state)
+    cache, _ = kv.commit(cache, [0])
+    block_ids = cache.control.block_pools[cache.config.indexed_group].block_table[0]
+    cache, _ = kv.free(cache, [0])
+    return cache, status, admission.num_cached, block_ids, predicted
