@@ -163,8 +163,9 @@ def commit_rows(
     pools = tuple(block_pool.sweep_queue(pool, pending.num_blocks > 0) for pool in control.block_pools)
     state = dataclasses.replace(control, block_pools=pools), is_cut, pending.num_blocks & 0
     control, *_ = lax.while_loop(lambda state: state[2] < pending.num_blocks, publish_some, state)
-    rows = jnp.where(status == Status.OK, rows, control.max_seqs)
-    control = snapshots.publish_states(control, rows, length, is_end, config)
+    if control.marks is not None:
+        rows = jnp.where(status == Status.OK, rows, control.max_seqs)
+        control = snapshots.publish_states(control, rows, length, is_end, config)
     return _note_published_tails(control, config), status
 
 

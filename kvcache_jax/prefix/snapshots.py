@@ -24,8 +24,6 @@ def publish_states(
     Their blocks of the indexed group are published up to `length` i32[n]; `max_seqs` is skipped. `is_end`
     bool[n] says which rows are complete, so that their last states are kept.
     """
-    if control.marks is None:
-        return control
     lengths, is_wanted = _chosen(control, rows, length, is_end, config)  # [n, c]
     indexed, unit = config.groups[config.indexed_group], config.prefix_unit
     is_chosen = (lengths > 0) & (lengths <= length[:, None]) & (remainder(lengths, unit) == 0)
