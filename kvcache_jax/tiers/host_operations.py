@@ -94,8 +94,8 @@ def demote_to_utilization(cache: Cache, target: ArrayLike) -> tuple[Cache, jax.A
     """Demotes cached blocks until at most a share of the device's blocks holds rows or cached contents.
 
     Args:
-      cache: Not changed; built with `CacheConfig(extras=[Host(...)])`. target: f32[], share of the blocks of
-      the group that prefixes are found by, 0 to 1. What rows hold stays.
+      cache: Not changed; built with `CacheConfig(extras=[Host(...)])`.
+      target: f32[], share of the blocks of the group that prefixes are found by, 0 to 1. Blocks of rows stay.
 
     Returns:
       The cache and i32[], the number of blocks that left the device.
