@@ -164,7 +164,8 @@ def first_true(mask: jax.Array) -> jax.Array:
 def rank_true(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns i32[n], how many true entries of bool[n] come before each, and i32[], how many there are."""
     up_to = jnp.cumsum(mask, dtype=jnp.int32)
-    return up_to - mask.astype(jnp.int32), up_to[-1]
+    num_in_all = up_to[-1] if mask.size else jnp.zeros_like(up_to, shape=())
+    return up_to - mask.astype(jnp.int32), num_in_all
 
 
 def read_first[T](values: Any, array: T) -> tuple[Any, T]:

@@ -18,6 +18,31 @@ def test_no_row_is_given_a_wrong_state():
     assert script.count["tokens computed"] > 500 and script.count["tokens cached"] > 100
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "rollback, options",
+    [
+        (0, {}),
+        (3, {"snapshots": kv.Snapshots(every=2 * BLOCK, at_junctions=False)}),
+        (11, {"num_blocks": 60}),
+        (2, {"block_size": 2 * BLOCK, "num_blocks": 20}),
+        (8, {"enable_prefix_caching": False}),
+    ],
+)
+def test_no_row_is_given_a_wrong_state_by_any_config(rollback, options):
+    config = config_of_states(rollback, **options)
+    if "block_size" in options:  # blocks of keys hold two of states
+        layers = [
+            dataclasses.replace(k, block_size=BLOCK) if isinstance(k, kv.Recurrent) else k
+            for k in config.layers
+        ]
+        config = dataclasses.replace(config, layers=layers)
+    script = StateScript(rollback, config)
+    script.run(1200)
+    assert script.count["tokens computed"] > 2000
+    assert (script.count["tokens cached"] > 300) == config.enable_prefix_caching
+
+
 def _start(cache, prompt, row=0):
     """Computes a prompt as one call, and commits it; returns the cache and the admission."""
     tokens = np.zeros((6, 96), np.int32)

@@ -122,8 +122,8 @@ class StateScript:
                 self.count["tokens computed"] += int(num_new[row])
             elif num_new[row]:  # keys are short, never states
                 assert status[row] == kv.Status.OUT_OF_BLOCKS
-                for pool, group in zip(self.cache.control.block_pools, self.config.groups, strict=True):
-                    num_left = pool.num_free + pool.cached.num_cached
+                for g, group in enumerate(self.config.groups):
+                    num_left = kv.num_available_blocks(self.cache, group=g)
                     assert group.span.keeps_all or num_left > 0, group.kind.label
 
     def fork(self, row):
@@ -148,7 +148,8 @@ class StateScript:
             self.rows[row], self.pending[row] = self.rows[row][:new_len], []
 
     def commit(self, row):
-        self.cache, _ = kv.commit(self.cache, is_end=bool(self.rng.random() < 0.5))
+        if self.config.enable_prefix_caching:
+            self.cache, _ = kv.commit(self.cache, is_end=bool(self.rng.random() < 0.5))
 
     def free(self, row):
         if row in self.rows:
