@@ -1,10 +1,11 @@
 """Policies of one's own: which cached blocks are evicted, which rows are preempted."""
 
-from kvcache_jax.core.eviction_policy import BlockMetadata, eviction_policy
+from kvcache_jax.core.eviction_policy import BlockMetadata, InBatches, eviction_policy
 from kvcache_jax.operations.preempt import RowMetadata, row_policy
 
 __all__ = [
     "BlockMetadata",
+    "InBatches",
     "RowMetadata",
     "eviction_policy",
     "row_policy",

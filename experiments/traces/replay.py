@@ -95,8 +95,7 @@ def replay(
         max_seqs=1,
         max_seq_len=trace.ids.shape[1] + 1,
         enable_prefix_caching=True,
-        eviction_policy=policy,
-        eviction_batch=eviction_batch,
+        eviction_policy=kv.policies.InBatches(policy, eviction_batch),
     )
     cache = kv.init(config, storage=False)
     size = -(-len(trace.ids) // NUM_SEGMENTS)

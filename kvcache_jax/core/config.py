@@ -12,9 +12,8 @@ import jax.numpy as jnp
 from kvcache_jax.arrays.number_checks import static_flag
 from kvcache_jax.arrays.pytree import FORMAT_VERSION, require_format
 from kvcache_jax.core.backends import require_name
-from kvcache_jax.core.eviction_policy import LRU, policies
-from kvcache_jax.core.extras import Extra, Hooks, check_extras, extra_from_json, extra_to_json
-from kvcache_jax.core.keeper import Keeper
+from kvcache_jax.core.eviction_policy import LRU, InBatches, policies
+from kvcache_jax.core.extras import Extra, Hooks, Keeper, check_extras, extra_from_json, extra_to_json
 from kvcache_jax.core.memory_plan import check_indices, spend
 from kvcache_jax.core.snapshots import Snapshots, check_snapshots
 from kvcache_jax.layers.block_array import check_arrays
@@ -57,9 +56,8 @@ class CacheConfig:
       eviction_policy: Cached blocks evicted first: "lru", "lfu" (fewest uses), "fifo" (published first),
         "priority" (of the row that used it last), "hyperbolic" (fewest uses for the time since it was
         published), or a name registered with `eviction_policy`. Ties: the block released longest ago.
-        A block is evicted before the block it continues. Every policy but "lru" scans all blocks.
-      eviction_batch: Blocks evicted at a time; the blocks that they make evictable compete afterwards, so
-        1 is exact. "lru" is always exact.
+        A block is evicted before the block it continues. Every policy but "lru" scans all blocks;
+        `policies.InBatches(name, batch_size)` scans them less often.
       implementation: The backend of attention, writing and copy-on-write: "xla", "mosaic_gpu" (bfloat16 and
         float16 on GPUs of compute capability 9.0), "mosaic_tpu", a name registered with `register_backend`,
         or None for the best that was measured here and supports the call, which so far is "xla". Parts that
@@ -93,8 +91,7 @@ class CacheConfig:
     partial_hits: bool = False
     snapshots: Snapshots = Snapshots()
     extras: Sequence[Extra] = ()
-    eviction_policy: str = LRU
-    eviction_batch: int = 1
+    eviction_policy: str | InBatches = LRU
     implementation: str | None = None
     head_axis: str | None = None
     tile_tokens: int | None = None
@@ -133,7 +130,7 @@ class CacheConfig:
                 raise TypeError(
                     f"layers[{i}] is {kind!r}, expected a layer kind such as FullAttention or SlidingWindow"
                 )
-        check_positive(self, "block_size", "max_seqs", "max_seq_len", "eviction_batch")
+        check_positive(self, "block_size", "max_seqs", "max_seq_len")
         for name in ("enable_prefix_caching", "partial_hits"):
             object.__setattr__(self, name, static_flag(name, getattr(self, name)))
         check_positive_or_none(self, "num_blocks", "max_query_len", "memory_budget")
@@ -152,9 +149,9 @@ class CacheConfig:
         require_name(self.implementation)
         if self.head_axis is not None and not isinstance(self.head_axis, str):
             raise TypeError(f"head_axis is {self.head_axis!r}, expected the name of a mesh axis, or None")
-        if self.eviction_policy != LRU:
-            policies.find(self.eviction_policy)
-        if self.eviction_policy != LRU and not self.enable_prefix_caching:
+        if self.eviction.policy != LRU:
+            policies.find(self.eviction.policy)
+        if self.eviction.policy != LRU and not self.enable_prefix_caching:
             raise ValueError(
                 f"eviction_policy is {self.eviction_policy!r} and there is no prefix cache to evict from, "
                 "expected enable_prefix_caching=True with it"
@@ -167,6 +164,12 @@ class CacheConfig:
             check_indices(group)
         for extra in self.extras:
             extra.check(self)
+
+    @property
+    def eviction(self) -> InBatches:
+        """The eviction policy, and the blocks that it evicts at a time."""
+        policy = self.eviction_policy
+        return policy if isinstance(policy, InBatches) else InBatches(policy, 1)
 
     @property
     def num_layers(self) -> int:
@@ -396,6 +399,8 @@ def config_to_json(config: CacheConfig) -> bytes:
     }
     values["dtype"] = config.dtype.name
     values["snapshots"] = dataclasses.asdict(config.snapshots)
+    if isinstance(config.eviction_policy, InBatches):
+        values["eviction_policy"] = dataclasses.asdict(config.eviction_policy)
     values["layers"] = [kind_to_json(kind) for kind in config.layers]
     values["extras"] = [extra_to_json(extra) for extra in config.extras]
     return json.dumps(values).encode()
@@ -407,6 +412,8 @@ def config_from_json(data: bytes | bytearray) -> CacheConfig:
     require_format(values.pop("format_version", None))
     values["layers"] = [kind_from_json(kind) for kind in values["layers"]]
     values["snapshots"] = Snapshots(**values["snapshots"])
+    if isinstance(values["eviction_policy"], dict):
+        values["eviction_policy"] = InBatches(**values["eviction_policy"])
     values["extras"] = [extra_from_json(extra) for extra in values["extras"]]
     return CacheConfig(**values)
 

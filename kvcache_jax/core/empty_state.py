@@ -127,7 +127,7 @@ def empty_index(
         parent=numpy.full(num_blocks, num_blocks, jnp.int32),
         namespace=numpy.zeros((num_blocks, 4), jnp.uint32),
         group_links=tuple(links_to(*pair) for pair in enumerate(groups)),
-        history=_empty_history(config.eviction_policy, num_blocks, numpy),
+        history=_empty_history(config.eviction.policy, num_blocks, numpy),
     )
 
 

@@ -5,6 +5,7 @@ and of equal keys the one released longest ago. Children are evicted before thei
 as its most valuable descendant. `lru` is the exception: it is the order of release itself and needs no key.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvcache_jax.arrays.registry import Registry
+from kvcache_jax.layers.layer_kind import check_positive
 
 
 class BlockMetadata(NamedTuple):
@@ -42,6 +44,24 @@ class BlockMetadata(NamedTuple):
 
 EvictionKey = Callable[[BlockMetadata], jax.Array]
 LRU = "lru"
+
+
+@dataclasses.dataclass(frozen=True)
+class InBatches:
+    """An eviction policy that evicts several blocks at a time, for `CacheConfig(eviction_policy=)`.
+
+    Attributes:
+      policy: Name of the policy; "lru" is always exact.
+      batch_size: Blocks evicted at a time; the blocks that they make evictable compete afterwards, so 1 is
+        exact.
+    """
+
+    policy: str
+    batch_size: int
+
+    def __post_init__(self):
+        check_positive(self, "batch_size")
+
 
 policies = Registry[EvictionKey](
     "an eviction policy", "policies.eviction_policy", "eviction_policy", BlockMetadata, reserved=[LRU]

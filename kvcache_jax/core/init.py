@@ -20,7 +20,7 @@ from kvcache_jax.core.choose_backend import load
 from kvcache_jax.core.config import CacheConfig, require_config
 from kvcache_jax.core.describe import describe
 from kvcache_jax.core.empty_state import empty_control, empty_pools, in_place_of
-from kvcache_jax.core.keeper import KeptArray
+from kvcache_jax.core.extras import KeptArray
 from kvcache_jax.core.state import Cache, Control, KVPool
 from kvcache_jax.layers.layer_group import LayerGroup
 

@@ -249,7 +249,7 @@ class Cache:
       control: Control, the blocks that each row holds.
       pools: one KVPool per layer group; empty when built with `storage=False`.
       config: CacheConfig (static): kinds and options. Sizes are read from the arrays.
-      kept: what an extra keeps of blocks outside of the pools (`core/keeper.py`); None for nothing.
+      kept: what an extra keeps of blocks outside of the pools (`core/extras.py`); None for nothing.
     """
 
     control: Control

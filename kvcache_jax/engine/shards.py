@@ -16,8 +16,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from kvcache_jax.core.config import CacheConfig
+from kvcache_jax.core.extras import KeptArray
 from kvcache_jax.core.init import init
-from kvcache_jax.core.keeper import KeptArray
 from kvcache_jax.core.state import Cache
 from kvcache_jax.engine.options import Options, Placement, require_axis
 from kvcache_jax.engine.program import Inbox, run_dispatch

@@ -69,4 +69,4 @@ def keys_of(
         priority=history.priority,
         depth=history.depth,
     )
-    return eviction_keys(config.eviction_policy, blocks), recency
+    return eviction_keys(config.eviction.policy, blocks), recency

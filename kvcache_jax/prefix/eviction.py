@@ -125,7 +125,7 @@ def _evict_by_key(
     def evict_batch(state):
         control, heap, left = state
         pool = control.block_pools[group_id]
-        order = jnp.arange(config.eviction_batch, dtype=jnp.int32)
+        order = jnp.arange(config.eviction.batch_size, dtype=jnp.int32)
         # Parents enter after the batch, so only a batch of one block is exact.
         heap, block_ids = lax.scan(
             lambda heap, n: victim_heap.pop(heap, left > n, pool.num_blocks), heap, order

@@ -207,7 +207,7 @@ class _Runner:
         small, large = self._resized(is_large=False), self._resized(is_large=True)
         pool_growth = memory_bytes(large) - memory_bytes(small)
         # Policies other than lru look at all blocks when they must evict.
-        looks_at_all = self.config.enable_prefix_caching and self.config.eviction_policy != "lru"
+        looks_at_all = self.config.enable_prefix_caching and self.config.eviction.policy != "lru"
         least_copy = 0.01 * pool_growth + looks_at_all * (control_bytes(large) - control_bytes(small))
         for width in sorted(self.widths):
             used = self._bytes_used(large, width)

@@ -8,8 +8,7 @@ import jax
 
 from kvcache_jax.arrays.number_checks import static_count
 from kvcache_jax.core.config import CacheConfig
-from kvcache_jax.core.extras import Extra
-from kvcache_jax.core.keeper import Keeper, KeptArray
+from kvcache_jax.core.extras import Extra, Keeper, KeptArray
 from kvcache_jax.core.state import Cache, Control
 from kvcache_jax.tiers import check_hosted, demote, find_hosted, forget_hosted, move_blocks, promote
 from kvcache_jax.tiers.hosted import NAME, HostTier, empty_tier, tier_of

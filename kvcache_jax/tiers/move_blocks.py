@@ -17,7 +17,7 @@ from kvcache_jax.arrays.sharding import as_varied
 from kvcache_jax.blocks import block_pool, storage
 from kvcache_jax.core.cache_form import is_traced
 from kvcache_jax.core.config import CacheConfig
-from kvcache_jax.core.keeper import KeptArray
+from kvcache_jax.core.extras import KeptArray
 from kvcache_jax.core.state import Cache, KVPool
 from kvcache_jax.layers.block_array import BlockArray
 from kvcache_jax.layers.layer_group import LayerGroup

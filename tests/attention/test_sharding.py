@@ -387,7 +387,7 @@ def test_one_cache_per_device_inside_shard_map(num_groups, policy, is_run):
     layers = [kv.FullAttention(1, DIM), kv.SlidingWindow(1, DIM, window=4, block_size=2)][:num_groups]
     config = kv.CacheConfig(
         layers, num_blocks=8, block_size=2, max_seqs=2, max_seq_len=12,
-        enable_prefix_caching=True, eviction_policy=policy, eviction_batch=2,
+        enable_prefix_caching=True, eviction_policy=kv.policies.InBatches(policy, 2),
     )  # fmt: skip
 
     def script(cache, num_tokens):

@@ -332,7 +332,7 @@ def test_what_cannot_be_run_or_asked_is_named():
     assert manager.request_ids() == ["a"]
 
     def with_another_config(cache):
-        return dataclasses.replace(cache, config=dataclasses.replace(CONFIG, eviction_batch=2)), 1
+        return dataclasses.replace(cache, config=dataclasses.replace(CONFIG, tile_tokens=64)), 1
 
     with pytest.raises(TypeError, match="step_fn returned a cache of another config"):
         manager.run(with_another_config)

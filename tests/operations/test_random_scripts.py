@@ -19,7 +19,7 @@ from tests.support import script_configs as configs
 from tests.support.chunk_script import ChunkDriver, PrefixChunkDriver
 from tests.support.prefix_script import ALIKE, KEYS, MIXED, SCRIPT_CONFIG, PrefixDriver, policy_config
 from tests.support.random_script import ENTRIES, NUM_PACKED, ROWS, WIDTH, Driver
-from tests.support.window_script import ChunkScript, WindowScript, partial_config
+from tests.support.window_script import ChunkScript, WindowScript, grouped_config, partial_config
 
 NUM_BLOCKS = 12  # too few for all rows to be long
 
@@ -107,6 +107,10 @@ window_chunks = with_(ChunkDriver, configs.window_chunk_config(num_blocks=14))
 prefix_chunks = with_(PrefixChunkDriver, configs.prefix_chunk_config(num_blocks=15))
 window = kv.SlidingWindow(1, 3, window=6, max_rollback=2)
 partial = with_(WindowScript, config=partial_config(kv.FullAttention(1, 3)), num_namespaces=2)
+# No layer keeps all tokens: prefixes are found by blocks of tokens alone.
+narrow = kv.SlidingWindow(2, 5, window=6, num_sink_tokens=3, max_rollback=2, block_size=2, num_blocks=40)
+windows_alone = with_(WindowScript, config=grouped_config(layers=[narrow, window]))
+alone_partial = with_(WindowScript, config=partial_config(window), num_namespaces=2)
 window_partial = with_(WindowScript, config=partial_config(kv.FullAttention(1, 3), window), num_namespaces=2)
 
 
@@ -143,6 +147,8 @@ SCRIPTS = {
     "chunks and prefixes of windows": (ChunkScript, 0, 1_200, IN_BOTH),
     "partial hits": (partial, 1, 500, OF_PARTIAL),
     "partial hits of windows": (window_partial, 2, 500, OF_PARTIAL),
+    "prefixes of windows alone": (windows_alone, 3, 1_000, OF_WINDOWS),
+    "partial hits of windows alone": (alone_partial, 2, 500, OF_PARTIAL),
 }
 
 

@@ -39,7 +39,7 @@ class OracleBlocks:
     def __init__(self, config: CacheConfig, eviction_key: Callable[[OracleBlock, int], int] | None = None):
         """`eviction_key(block, clock)` is that of a policy of one's own, as a function of one block."""
         self.config = config
-        self._eviction_key = eviction_key or EVICTION_KEYS[config.eviction_policy]
+        self._eviction_key = eviction_key or EVICTION_KEYS[config.eviction.policy]
         self.owners: list[Multiset[int]] = [Multiset() for _ in config.groups]
         self.published: dict[Prefix, int] = {}
         self.cached: dict[int, None] = {}
@@ -100,7 +100,7 @@ class OracleBlocks:
     def _evict(self, num_blocks: int) -> None:
         """Gives up the least valuable cached blocks, of equal ones that released longest ago."""
         block_size = self.config.groups[self.config.indexed_group].block_size
-        batch = 1 if self.config.eviction_policy == "lru" else self.config.eviction_batch
+        batch = 1 if self.config.eviction.policy == "lru" else self.config.eviction.batch_size
         while num_blocks > 0:
             parents = {(namespace, tokens[:-block_size]) for namespace, tokens in self.published}
             leaves = [block for block in self.cached if self._prefix_of[block] not in parents]

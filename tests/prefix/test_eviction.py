@@ -47,7 +47,7 @@ def config_of(policy, num_blocks=8, **options):
     return kv.CacheConfig(LAYERS, **sizes, enable_prefix_caching=True, eviction_policy=policy, **options)
 
 
-MIXED_CONFIG = config_of(MIXED, eviction_batch=2)
+MIXED_CONFIG = config_of(kv.policies.InBatches(MIXED, 2))
 
 
 @kv.donate
@@ -190,7 +190,7 @@ def test_a_parent_counts_as_its_most_valuable_child(batch):
     # The second, a hit, sets the beginning's to 9, and the third sets it back to 0.
     cache = serve(cache, [(A, 0), (long_a, 9), ((*A, 5), 0), (long_b, 1)])
     assert int(kv.stats(cache).num_evictions) == 0  # up to here, so the batch has not mattered yet
-    cache = dataclasses.replace(cache, config=config_of("priority", eviction_batch=batch))
+    cache = dataclasses.replace(cache, config=config_of(kv.policies.InBatches("priority", batch)))
     order = []
     for _ in range(4):
         before = cached_lens(cache, [long_a, long_b])
@@ -223,7 +223,7 @@ def test_a_parent_that_a_row_holds_does_not_compete():
 def test_a_parent_whose_children_go_together_goes_once():
     cache = kv.init(config_of("priority"), storage=False)
     cache = serve(cache, [((*A, 4, 4), 0), ((*A, 6, 6), 0), (B, 1), (C, 2)])
-    cache = dataclasses.replace(cache, config=config_of("priority", eviction_batch=2))
+    cache = dataclasses.replace(cache, config=config_of(kv.policies.InBatches("priority", 2)))
     cache, num_evicted = kv.evict(cache, 4)
     assert int(num_evicted) == 4 and not kv.check_invariants(cache)
     assert cached_lens(cache, [A, B, C]) == {A: 0, B: 0, C: 2}
@@ -297,8 +297,8 @@ def test_a_config_names_its_policy():
         config_of("newest")
     with pytest.raises(ValueError, match="expected enable_prefix_caching=True with it"):
         kv.CacheConfig(LAYERS, eviction_policy="lfu")
-    with pytest.raises(ValueError, match="eviction_batch is 0, expected at least 1"):
-        config_of("lfu", eviction_batch=0)
+    with pytest.raises(ValueError, match="batch_size is 0, expected at least 1"):
+        config_of(kv.policies.InBatches("lfu", 0))
 
 
 def test_registration_refuses_what_cannot_work():

@@ -97,7 +97,7 @@ def test_a_parent_that_competes_only_later_goes_before_the_original_of_a_copy(ba
     cache, _ = kv.free(filled(kv.init(config), 1, chain), [1])
     cache, _ = kv.truncate(filled(cache, 0, text), [0], [3])
     assert int(kv.stats(cache).num_evictions) == 0  # up to here, so the batch has not mattered yet
-    of_batch = dataclasses.replace(config, eviction_batch=batch)
+    of_batch = dataclasses.replace(config, eviction_policy=kv.policies.InBatches("lfu", batch))
     cache = extended(dataclasses.replace(cache, config=of_batch), {0: text[:3]}, {0: [7, 7]})
     oracle = Oracle(of_batch)
     for row, tokens in ((1, chain), (0, text)):

@@ -41,7 +41,7 @@ KEYS = {**EVICTION_KEYS, MIXED: mixed_key, ALIKE: EVICTION_KEYS["lru"]}
 
 
 def policy_config(policy, batch):
-    return prefix_config(num_blocks=19, eviction_policy=policy, eviction_batch=batch)
+    return prefix_config(num_blocks=19, eviction_policy=kv.policies.InBatches(policy, batch))
 
 
 SCRIPT_CONFIG = prefix_config(num_blocks=15)  # of all scripts that need no other

@@ -50,7 +50,7 @@ def num_cached(cache, tokens, namespace=None):
 
 def longest(cache, text, namespace):
     """The most first tokens that a chain of published blocks has, but the last token; in numpy."""
-    index, pool = cache.control.prefix_index, cache.control.block_pools[0]
+    index, pool = cache.control.prefix_index, cache.control.block_pools[cache.config.indexed_group]
     is_there = np.asarray(pool.cached.is_published) & (np.asarray(index.namespace) == namespace).all(axis=1)
     parents, tokens = np.asarray(index.parent), np.asarray(index.block_tokens)
     at, length, block_size = len(parents), 0, cache.config.block_size

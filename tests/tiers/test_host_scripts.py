@@ -12,7 +12,7 @@ CASES = {
     "one group": dict(layers=[FULL] * 2),
     "windows": dict(),
     "larger blocks": dict(layers=[FULL, kv.FullAttention(2, 5, block_size=8, num_blocks=10), WINDOW]),
-    "lfu": dict(layers=[FULL], eviction_policy="lfu", eviction_batch=3),
+    "lfu": dict(layers=[FULL], eviction_policy=kv.policies.InBatches("lfu", 3)),
     "partial hits": dict(layers=[FULL, kv.FullAttention(2, 5)], partial_hits=True),
     "used once": dict(layers=[FULL] * 2, extras=[kv.tiers.Host(24, store_after=1)]),
     "few on the host": dict(layers=[FULL, kv.FullAttention(2, 5)], extras=[kv.tiers.Host(3)]),
