@@ -26,7 +26,7 @@ def publish_states(
     """
     lengths, is_wanted = _chosen(control, rows, length, is_end, config)  # [n, c]
     indexed, unit = config.groups[config.indexed_group], config.prefix_unit
-    is_chosen = (lengths > 0) & (lengths <= length[:, None]) & (remainder(lengths, unit) == 0)
+    is_chosen = (lengths > 0) & (remainder(lengths, unit) == 0)
     # Of states that take several blocks, those before the last are in earlier blocks of the indexed group.
     num_columns = max(
         (group.span.num_read_blocks(group.block_size) - 1) * group.block_size // indexed.block_size + 1

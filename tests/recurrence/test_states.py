@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvcache_jax as kv
-from tests.support.hash_states import HashState, LastInputs, StatePerToken
+from tests.support.hash_states import HashState, LastInputs, StatePerToken, expected
 from tests.support.state_script import BLOCK, StateScript, config_of_states, padded_step, run_layers
 
 
@@ -43,8 +43,8 @@ def test_no_row_is_given_a_wrong_state_by_any_config(rollback, options):
     assert (script.count["tokens cached"] > 300) == config.enable_prefix_caching
 
 
-def _start(cache, prompt, row=0):
-    """Computes a prompt as one call, and commits it; returns the cache and the admission."""
+def _start(cache, prompt, row=0, commits=True):
+    """Computes a prompt in calls of 20 tokens, and commits it; returns the cache and the admission."""
     tokens = np.zeros((6, 96), np.int32)
     tokens[row, : len(prompt)] = prompt
     cache, admission = kv.allocate(cache, [row], [len(prompt)], tokens=tokens[row : row + 1])
@@ -56,7 +56,8 @@ def _start(cache, prompt, row=0):
         num_new = np.where(np.arange(6) == row, num, 0).astype(np.int32)
         cache, _, _ = padded_step(cache, num_new, new)
         at += num
-    cache, _ = kv.commit(cache, [row])
+    if commits:
+        cache, _ = kv.commit(cache, [row])
     return cache, admission
 
 
@@ -107,6 +108,35 @@ def test_a_state_that_no_prompt_asked_for_is_evicted_first():
     assert kv.stats(cache).num_evictions > 0
     _, admission = kv.allocate(cache, [0], [50], tokens=[shared + [2] * 21])
     assert admission.num_cached[0] == 24
+
+
+def test_a_block_that_fills_is_folded_whatever_its_rollback():
+    """A token at a time, no token can be taken back, and the last of a block is stored until it is folded."""
+    layers = [kv.FullAttention(1, 1), HashState(1, 1)]
+    cache = kv.init(kv.CacheConfig(layers, num_blocks=16, block_size=BLOCK, max_seqs=6, max_seq_len=96))
+    cache, _ = kv.allocate(cache, [0, 3], [0, 0])
+    text, step = np.random.default_rng(2).integers(3, size=21).astype(np.int32), kv.donate(_plain_step)
+    for place, token in enumerate(text):
+        # The second row is three tokens behind.
+        new = np.zeros((6, 1), np.int32)
+        new[0], new[3] = token, text[place - 3] if place >= 3 else 0
+        cache, out = step(cache, np.array([1, 0, 0, int(place >= 3), 0, 0], np.int32), new)
+        assert (out[0, 0] == expected(text[: place + 1].tolist())[-1]).all(), place
+        assert place < 3 or (out[3, 0] == expected(text[: place - 2].tolist())[-1]).all(), place
+
+
+def test_a_state_of_drafts_is_not_published():
+    """No more than the tokens that stay, though the row holds later states."""
+    cache = kv.init(config_of_states())
+    prompt = np.random.default_rng(3).integers(3, size=24).tolist()
+    cache, _ = _start(cache, prompt, commits=False)
+    cache, _ = kv.commit(cache, [0], final_len=[15])
+    assert kv.check_invariants(cache) == []
+    _, admission = kv.allocate(cache, [1], [24], tokens=[prompt])
+    assert admission.num_cached[0] == 0 and admission.junction[0] == 8
+    cache, _ = kv.commit(cache, [0])
+    _, admission = kv.allocate(cache, [1], [24], tokens=[prompt])
+    assert admission.num_cached[0] == 16
 
 
 def test_a_donated_step_copies_no_pool():
