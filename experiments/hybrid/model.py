@@ -15,7 +15,7 @@ Params = dict[str, Any]
 
 
 def random_params(seed: int = 0) -> Params:
-    """Draws the weights: of each layer those of a recurrent and of a full one, of which it uses its own."""
+    """Draws the weights: each layer has the weights of a recurrent and of a full one, and uses its own."""
     channels, heads = RECURRENT.num_channels, RECURRENT.num_kv_heads
     shapes = {
         "x": (WIDTH, channels),

@@ -16,7 +16,7 @@ MOST_CHECK_INS = 240  # of a record
 class Clock:
     """Seconds in which one side is at work; it stands still while others have their turns.
 
-    Where a side has nothing to do it is set to the next arrival: nobody waits for that.
+    Where a side has nothing to do it is set to the next arrival, for no request waits then.
     """
 
     def __init__(self):

@@ -1,7 +1,7 @@
 """Snapshots: the states of recurrent layers that prefixes find, companions of published blocks.
 
-A state is that of exactly the tokens up to its end, so it belongs to the indexed block that has the last of
-them.
+A state is computed from exactly the tokens up to its end, so it belongs to the indexed block that has the
+last of them.
 """
 
 import dataclasses

@@ -31,7 +31,7 @@ def prefetch(
     """Promotes cached prefixes of prompts from the host, before rows start from them.
 
     The blocks are cached on the device as if rows that held them had just ended. Cached blocks that are worth
-    less are demoted for them; those of active rows stay. Of a prompt that has no room nothing is promoted.
+    less are demoted for them; blocks of active rows stay. Of a prompt that has no room nothing is promoted.
 
     Args:
       cache: Not changed; built with `CacheConfig(extras=[Host(...)])`.

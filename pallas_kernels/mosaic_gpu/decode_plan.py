@@ -31,7 +31,7 @@ class LaneTiling:
     """The static cut of the queries of a row and key/value head.
 
     A lane is a query of one query head. The lanes of `queries_per_tile` queries are a lane tile, filled up to
-    a multiple of 8 with lanes whose results nobody reads. Each lane tile reads the keys again (from the L2
+    a multiple of 8 with lanes whose results are not read. Each lane tile reads the keys again (from the L2
     cache, for they run side by side).
 
     Attributes:
