@@ -114,4 +114,4 @@ def rotations_of_groups(
                 f"rotate differs among layers {group.layer_ids}, which are one group, expected one function "
                 "for all: give their kinds sizes of their own, such as num_blocks, and they form groups"
             )
-    return tuple(of_layers[group.layer_ids[0]] for group in config.groups)
+    return tuple(of_layers[group.layer_ids[0]] if group.layer_ids else None for group in config.groups)

@@ -113,6 +113,8 @@ def move_tokens(pool: KVPool, group: LayerGroup, moves: TokenMoves) -> KVPool:
     All that a layer moves is read before any of it is written, so a block may be both source and destination.
     Beside the pool that takes the memory of the rows in one layer.
     """
+    if not group.layer_ids:
+        return pool
     num_blocks = pool.num_rows // group.num_layers
 
     def read(pool: KVPool, moves: TokenMoves, layer: jax.Array, place: jax.Array) -> dict[str, jax.Array]:
@@ -167,6 +169,8 @@ def move_spans(pool: KVPool, group: LayerGroup, moves: SpanMoves, rotate: Rotate
 
     All that a layer moves is read before any of it is written. Keys that move by 0 keep their bits.
     """
+    if not group.layer_ids:
+        return pool
     num_blocks = pool.num_rows // group.num_layers
     rotated_features = group.kind.rotated_features or {}
     if moves.distance is not None:

@@ -281,7 +281,7 @@ class Store(Extra):
                 f"max_chunk_len is {self.max_chunk_len}, expected at most max_seq_len = {config.max_seq_len}"
             )
         for group in config.groups:
-            if group.kind.rotated_features is None:
+            if group.layer_ids and group.kind.rotated_features is None:
                 raise NotImplementedError(
                     f"num_chunks is given and layers[{group.layer_ids[0]}] is {group.kind.label}, expected "
                     "layers whose keys can be rotated to another position, as FullAttention, SlidingWindow "

@@ -85,7 +85,7 @@ def take_invariant_step(model: Model, params: Any, state: EngineState, options: 
         is_last = i == prompts.num_parts
         state, following = run_if(is_last, lambda carry: plan_next(carry[0]), (state, following))
         part = lax.rem(i, jnp.maximum(prompts.num_parts, 1))  # any, where the next tokens are wanted
-        part = _part_of((prompts.tokens, prompts.step), part * length, length)
+        part = _part_of(prompts, part * length, length)
         last = _by_token(state.cache, following.tokens, following.step, length)
         body = jax.tree.map(lambda x, y: jnp.where(is_last, x, y), last, part)
         cache, logits = _call(model, params, state.cache, *body)
@@ -114,6 +114,8 @@ def _by_token(cache: Cache, tokens: jax.Array, step: Step, num_rows: int) -> tup
     """Takes each token of a padded step `[n, T]` for a row of its own, and pads with empty rows."""
     width = tokens.shape[1]
     is_token = jnp.arange(width, dtype=jnp.int32)[None] < step.query_len[:, None]
+    is_first = jnp.arange(width, dtype=jnp.int32)[None] == 0
+    follows = jnp.zeros_like(step.query_len, bool) if step.follows is None else step.follows
 
     def column(values: jax.Array, fill: int) -> jax.Array:
         values = jnp.broadcast_to(values, is_token.shape).reshape(-1)
@@ -131,13 +133,16 @@ def _by_token(cache: Cache, tokens: jax.Array, step: Step, num_rows: int) -> tup
         context_len=positions + query_len,
         positions=positions[:, None],
         slots=tuple(column(slots, end)[:, None] for slots, end in zip(step.slots, nowhere, strict=True)),
+        follows=column(is_token & jnp.where(is_first, follows[:, None], True), False),
     )
     return column(tokens, 0)[:, None], step
 
 
-def _part_of(rows: Any, first: jax.Array, length: int) -> Any:
-    """Cuts out `length` rows of all arrays, from `first` i32[] on."""
-    return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, length), rows)
+def _part_of(prompts: PromptTokens, first: jax.Array, length: int) -> tuple[jax.Array, Step]:
+    """Cuts out `length` tokens, from `first` i32[] on; the first of them follows none of its call."""
+    rows = prompts.tokens, prompts.step
+    tokens, step = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, length), rows)
+    return tokens, dataclasses.replace(step, follows=step.follows.at[0].set(False))
 
 
 def _zeros_like(shapes: Any) -> Any:

@@ -193,7 +193,7 @@ def test_a_cache_donated_elsewhere_is_told_and_the_manager_starts_over(call):
     with pytest.raises((kv.manager.CacheError, RuntimeError)) as caught:
         getattr(manager, call)(*arguments)
     assert isinstance(caught.value, kv.manager.CacheLost)
-    assert "somebody else" in str(caught.value) and caught.value.request_ids == []
+    assert "another caller" in str(caught.value) and caught.value.request_ids == []
     start(manager, "a", [1, 2, 3])
     check(manager, {"a": [1, 2, 3]})
 

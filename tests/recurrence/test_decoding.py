@@ -97,10 +97,19 @@ def test_scores_are_those_of_whole_texts(prompts):
         np.testing.assert_allclose(logprobs, 4 - np.log(np.exp(4) + VOCAB - 1), atol=1e-5)
 
 
-@pytest.mark.parametrize("num_drafts", [0, 3])
-def test_the_engine_draws_the_tokens_of_whole_texts(prompts, num_drafts):
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(),
+        dict(num_drafts=3),
+        pytest.param(dict(batch_invariant=True), marks=pytest.mark.slow),
+        pytest.param(dict(batch_invariant=True, num_drafts=3), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_the_engine_draws_the_tokens_of_whole_texts(prompts, options):
     config = kv.CacheConfig(LAYERS, **(SIZES | {"num_blocks": 22}), enable_prefix_caching=True)
-    engine = kv.Engine(forward, (), config, num_drafts=num_drafts, steps_per_dispatch=4, token_budget=24)
+    engine = kv.Engine(forward, (), config, **options, steps_per_dispatch=4, token_budget=24)
     for nth in range(2):
         requests = [kv.GenerationRequest(prompt, 13, id=(nth, i)) for i, prompt in enumerate(prompts)]
         said = collections.defaultdict(list)

@@ -48,21 +48,22 @@ def num_cached(cache, tokens, namespace=None):
     return int(kv.lookup(cache, padded([tokens], MAX_LEN), [len(tokens)], namespace)[0])
 
 
-def longest(cache, text, namespace):
-    """The most first tokens that a chain of published blocks has, but the last token; in numpy."""
+def longest_chain(cache, text, namespace):
+    """The chain of published blocks that begins like a text, and how many more tokens a block has; in numpy."""
     index, pool = cache.control.prefix_index, cache.control.block_pools[cache.config.indexed_group]
     is_there = np.asarray(pool.cached.is_published) & (np.asarray(index.namespace) == namespace).all(axis=1)
     parents, tokens = np.asarray(index.parent), np.asarray(index.block_tokens)
-    at, length, block_size = len(parents), 0, cache.config.block_size
+    chain, block_size = [len(parents)], cache.config.block_size
     while True:
+        at, length = chain[-1], (len(chain) - 1) * block_size
         same = {}
         for block in np.flatnonzero(is_there & (parents == at)).tolist():
             agrees = [a == b for a, b in zip(tokens[block].tolist(), text[length:], strict=False)]
             same[block] = (*agrees, False).index(False)
         best = max(same, key=same.get, default=None)
         if best is None or same[best] < block_size:
-            return min(length + (same[best] if same else 0), len(text) - 1)
-        at, length = best, length + block_size
+            return chain[1:], same.get(best, 0)
+        chain.append(best)
 
 
 class WindowScript:
@@ -129,6 +130,11 @@ class WindowScript:
     def end(self, row):
         del self.rows[row], self.spaces[row]
 
+    def longest(self, text, namespace):
+        """The most first tokens of a text that a lookup may find: all but the last."""
+        chain, num_more = longest_chain(self.cache, text, namespace)
+        return min(len(chain) * self.cache.config.block_size + num_more, len(text) - 1)
+
     def _admit(self, rows):
         spaces = self.rng.integers(self._num_namespaces, size=ENTRIES).tolist()
         words = np.stack([NAMESPACES[space] for space in spaces])
@@ -136,9 +142,7 @@ class WindowScript:
         tokens = padded(texts, PROMPT_WIDTH)
         found = np.asarray(lookup(self.cache, tokens, lengths, words)).tolist()
         if self.cache.config.partial_hits:
-            most = [
-                longest(self.cache, text[:n], w) for text, n, w in zip(texts, lengths, words, strict=True)
-            ]
+            most = [self.longest(text[:n], w) for text, n, w in zip(texts, lengths, words, strict=True)]
             # A window that rolled on leaves less.
             is_right = np.equal if len(self.cache.config.groups) == 1 else np.less_equal
             assert is_right(found, most).all(), (found, most)

@@ -13,6 +13,7 @@ from tests.support.window_script import (
     WindowScript,
     append_as,
     grouped_config,
+    longest_chain,
 )
 
 TEXT = 31  # of prompts that are fetched ahead, which go on for longer than those that start rows
@@ -59,6 +60,29 @@ class HostScript(WindowScript):
             return known
         kept = int(self.rng.integers(0, length + 1))
         return [*known[:kept], *self.new_text(length - kept)]
+
+    def longest(self, text, namespace):
+        """The most of both tiers: the host has whole blocks, from the last one of the device on."""
+        (chain, _), block_size = longest_chain(self.cache, text, namespace), self.cache.config.block_size
+        tier = self.cache.control.extras["host"]
+        awaits = np.asarray(tier.awaits[0])
+        is_there = np.asarray(tier.control.block_pools[0].cached.is_published)[: len(awaits)]
+        is_there = is_there & (awaits == self.cache.config.groups[0].num_blocks)
+        serial, index = np.asarray(tier.serial), tier.index
+        number, length = serial[tier.num_blocks + chain[-1]] if chain else 0, len(chain) * block_size
+        while number or not length:
+            piece = text[length : length + block_size]
+            blocks = [
+                b
+                for b in np.flatnonzero(is_there)
+                if index.parent[b] == number
+                and (index.namespace[b] == namespace).all()
+                and index.block_tokens[b].tolist() == piece
+            ]
+            if not blocks or length + block_size >= len(text):
+                break
+            number, length = serial[blocks[0]], length + block_size
+        return max(super().longest(text, namespace), length)
 
     def codes(self, tokens, space):
         """A number for each place, of all tokens up to it and of the namespace."""
