@@ -144,8 +144,8 @@ def _own_products(x: jax.Array, k: jax.Array, g: jax.Array) -> jax.Array:
 def _inverse(lower: jax.Array) -> jax.Array:
     """Inverts lower triangular matrices `[..., T, T]` of ones on their diagonals, which are not read.
 
-    The inverses of the two halves give the block between them, by products alone: solves of many small systems
-    are slow on CPUs. It is as exact as a solve here, where no token's correction enlarges a state.
+    The inverses of the two halves give the block between them, by products alone: solves of many small
+    systems are slow on CPUs. It is as exact as a solve here, where no token's correction enlarges a state.
     """
     size = lower.shape[-1]
     if size == 1:

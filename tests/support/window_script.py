@@ -49,7 +49,7 @@ def num_cached(cache, tokens, namespace=None):
 
 
 def longest_chain(cache, text, namespace):
-    """The chain of published blocks that begins like a text, and how many more tokens a block has; in numpy."""
+    """The published blocks that begin like a text, and how many more tokens one more has; in numpy."""
     index, pool = cache.control.prefix_index, cache.control.block_pools[cache.config.indexed_group]
     is_there = np.asarray(pool.cached.is_published) & (np.asarray(index.namespace) == namespace).all(axis=1)
     parents, tokens = np.asarray(index.parent), np.asarray(index.block_tokens)
