@@ -34,6 +34,7 @@ from experiments.hybrid import bytes_moved, workloads
 from experiments.hybrid.model import Params, random_params
 from experiments.hybrid.report import draw, show
 from experiments.hybrid.tables import (
+    ANSWERS,
     BLOCK_SIZE,
     DEFAULT,
     DENSE,
@@ -41,6 +42,8 @@ from experiments.hybrid.tables import (
     JUNCTIONS,
     NONE,
     POLICIES,
+    SAVED,
+    SCARCE,
     Served,
     config_of,
     serve,
@@ -75,18 +78,18 @@ def measure(work: Workloads, params: Params, few_points: int = FEW_POINTS) -> di
 
     def roomy(policy: str) -> dict[str, Served]:
         config, names = config_of(POLICIES[policy]), [*work.named]
-        if policy in (ENDS, NONE):
+        if policy in (ANSWERS, ENDS, NONE):
             names.remove(TWO_LEVELS)
         return {name: serve(config, work.named[name], params) for name in names}
 
     def scarce(policy: str) -> Served:
-        return serve(config_of(POLICIES[policy], few_points), work.named[TWO_LEVELS])
+        return serve(config_of(SCARCE[policy], few_points), work.named[TWO_LEVELS])
 
     def limited(name: str) -> Served:
         return serve(config_of(POLICIES[DEFAULT], limits[name]), work.named[name])
 
     with ThreadPoolExecutor(2) as threads:
-        small = {policy: threads.submit(scarce, policy) for policy in POLICIES if policy != NONE}
+        small = {policy: threads.submit(scarce, policy) for policy in SCARCE}
         by_policy = _all(threads, POLICIES, roomy)
         dense = by_policy[DENSE]
         limits = {
@@ -177,10 +180,16 @@ def bars_of(found: dict[str, Any]) -> list[dict[str, Any]]:
     """What must hold, beside what was measured."""
     policies = {(each["workload"], each["policy"]): each for each in found["policies"]}
     small = {each["policy"]: each for each in found["few_points"]}
-    few = policies[FEW_SHOT, JUNCTIONS]
+    few, chats = policies[FEW_SHOT, JUNCTIONS], policies[CHATS, ANSWERS]
     bars = [
         at_least("few-shot, junctions: tokens saved, of every block's", few["share_of_saved"], 0.95),
         at_most("few-shot, junctions: bytes, of every block's", few["share_of_bytes"], 0.01),
+        at_least(
+            "chats, junctions and answers' ends: tokens saved, of every block's",
+            chats["share_of_saved"],
+            0.95,
+        ),
+        at_most("chats, junctions and answers' ends: bytes, of every block's", chats["share_of_bytes"], 0.15),
     ]
     for each in found["limited"]:
         limit = BYTE_SHARES[each["workload"]]
@@ -200,6 +209,7 @@ def bars_of(found: dict[str, Any]) -> list[dict[str, Any]]:
             saved / most,
             1,
         ),
+        at_least("the same by tokens saved, of junctions' in any pool", small[SAVED]["saved"] / most, 1),
         at_most("predictions that are not the uncached ones", found["num_different"], 0),
         at_most("state bytes per token and layer in decode, MiB", state / MIB, 2.5),
     ]

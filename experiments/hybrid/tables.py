@@ -25,11 +25,17 @@ PIECE_LEN = 128  # tokens of a step; a snapshot at every block is published behi
 POLICIES: dict[str, kv.Snapshots] = {
     "every block": kv.Snapshots(every=BLOCK_SIZE),
     "junctions and ends": kv.Snapshots(),
-    "junctions": kv.Snapshots(at_end=False),
+    "junctions and answers' ends": kv.Snapshots(at_prompt_end=False),
+    "junctions": kv.Snapshots(at_prompt_end=False, at_end=False),
     "ends": kv.Snapshots(at_junctions=False),
-    "none": kv.Snapshots(at_junctions=False, at_end=False),
+    "none": kv.Snapshots(at_junctions=False, at_prompt_end=False, at_end=False),
 }
-DENSE, DEFAULT, JUNCTIONS, ENDS, NONE = POLICIES
+DENSE, DEFAULT, ANSWERS, JUNCTIONS, ENDS, NONE = POLICIES
+SAVED = "junctions and ends, by tokens saved"
+SCARCE = {name: policy for name, policy in POLICIES.items() if name != NONE} | {
+    SAVED: kv.Snapshots(eviction="tokens saved")
+}
+"""Policies for pools that do not hold all snapshots."""
 
 
 def config_of(snapshots: kv.Snapshots, num_points: int = 4096) -> kv.CacheConfig:

@@ -211,7 +211,7 @@ def _marks(
         return {}
     unit = config.prefix_unit
     end = quotient(jnp.maximum(num_tokens - 1, 0), unit) * unit  # the whole prompt is never a hit
-    end = jnp.where(config.snapshots.at_end & (end > num_cached), end, 0)
+    end = jnp.where(config.snapshots.at_prompt_end & (end > num_cached), end, 0)
     junction = jnp.where(config.snapshots.at_junctions, junction, 0)
     end = jnp.where(end == junction, 0, end)
     return {"marks": jnp.stack([junction, end], axis=1)}

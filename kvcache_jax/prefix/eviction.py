@@ -17,6 +17,7 @@ from kvcache_jax.blocks import block_pool
 from kvcache_jax.core.backends import by_platform
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.counter import Counter, count_events
+from kvcache_jax.core.snapshots import TOKENS_SAVED
 from kvcache_jax.core.state import BlockPool, Control
 from kvcache_jax.prefix import block_metadata, group_links, prefix_index, victim_heap
 
@@ -92,10 +93,11 @@ def _evict_from_front(
 def _evict_state(
     control: Control, group_id: int, most: jax.Array, config: CacheConfig
 ) -> tuple[Control, jax.Array]:
-    """Evicts the state that was released longest ago, among those that no prompt asked for if there are any.
+    """Evicts the state of the least value; see `Snapshots.eviction`.
 
-    Else the ends of answers, of which there are many and few are continued, would push out the states at
-    which prompts part. Returns the control state; and i32[], 1, or `most` where no state is cached.
+    Of states released at equal times those that a prompt asked for stay: the ends of answers, of which there
+    are many and few are continued, would push out the states at which prompts part. Returns the control
+    state; and i32[], 1, or `most` where no state is cached.
     """
     pool, index = control.block_pools[group_id], control.prefix_index
     assert pool.cached is not None and index is not None
@@ -103,8 +105,13 @@ def _evict_state(
     assert links is not None and links.is_wanted is not None
     is_candidate = pool.cached.is_published & (pool.ref_count == 0)
     age = pool.cached.tail - pool.cached.queued_at  # at least 1, at most the length of the queue
-    worth = jnp.where(is_candidate, jnp.where(links.is_wanted, age, age + jnp.uint32(2**31)), 0)
-    victim = jnp.where(is_candidate.any(), jnp.argmax(worth).astype(jnp.int32), pool.num_blocks)
+    if config.snapshots.eviction == TOKENS_SAVED:
+        num_saved = group_links.tokens_between(index, links, config).astype(jnp.float32)
+        cost = age.astype(jnp.float32) / num_saved
+    else:
+        cost = jnp.where(links.is_wanted, age, age + jnp.uint32(2**31))
+    victim = jnp.argmax(jnp.where(is_candidate, cost, 0)).astype(jnp.int32)
+    victim = jnp.where(is_candidate.any(), victim, pool.num_blocks)
     control = unpublish(control, group_id, victim[None], pool, config)
     return control, jnp.where(is_candidate.any(), 1, most)
 

@@ -108,6 +108,20 @@ def link_places(num_columns: int, group_id: int, config: CacheConfig) -> tuple[n
     return indexed_columns, columns - indexed_columns * indexed.block_size // other.block_size
 
 
+def tokens_between(index: PrefixIndex, links: GroupLinks, config: CacheConfig) -> jax.Array:
+    """Counts the tokens from the linked block before each block of a group to its own, i32[num_blocks]."""
+    block_size = config.groups[config.indexed_group].block_size
+    nowhere, num_blocks = index.parent.shape[0], links.indexed_ids.shape[0]
+    is_linked = (links.block_ids < num_blocks).any(axis=1)
+    before, num_steps = index.parent, jnp.ones_like(index.parent)
+    # Each trip looks twice as far back: from a block without a link on, as far as that one has looked.
+    for _ in range(config.groups[config.indexed_group].max_blocks_per_seq.bit_length()):
+        goes_on = ~get_at(is_linked, before, True)
+        num_steps += jnp.where(goes_on, get_at(num_steps, before, 0), 0)
+        before = jnp.where(goes_on, get_at(before, before, nowhere), before)
+    return get_at(num_steps, links.indexed_ids, 1) * block_size
+
+
 def _padded(block_ids: jax.Array, pool: BlockPool) -> jax.Array:
     """Cuts or fills `block_ids` to the width of the block table."""
     block_ids = block_ids[: pool.max_blocks_per_seq]

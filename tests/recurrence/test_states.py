@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import kvcache_jax as kv
+from kvcache_jax.prefix.eviction import make_room
 from tests.support.hash_states import HashState, LastInputs, StatePerToken, expected
 from tests.support.state_script import BLOCK, StateScript, config_of_states, padded_step, run_layers
 
@@ -62,7 +63,7 @@ def _start(cache, prompt, row=0, commits=True):
 
 
 def test_a_junction_is_found_by_the_second_prompt_and_hit_by_the_third():
-    cache = kv.init(config_of_states(snapshots=kv.Snapshots(at_end=False)))
+    cache = kv.init(config_of_states(snapshots=kv.Snapshots(at_prompt_end=False, at_end=False)))
     shared, found = [1] * 29, []
     for tail in (0, 2, 1, 0):
         cache, admission = _start(cache, shared + [tail] * 30)
@@ -108,6 +109,60 @@ def test_a_state_that_no_prompt_asked_for_is_evicted_first():
     assert kv.stats(cache).num_evictions > 0
     _, admission = kv.allocate(cache, [0], [50], tokens=[shared + [2] * 21])
     assert admission.num_cached[0] == 24
+
+
+@pytest.mark.parametrize("at_prompt_end, num_cached", [(True, 40), (False, 0)])
+def test_the_end_of_a_prompt_is_kept_if_wanted(at_prompt_end, num_cached):
+    """The row goes on, so that only the prompt's own end could serve its repetition."""
+    config = config_of_states(snapshots=kv.Snapshots(at_prompt_end=at_prompt_end))
+    cache = kv.init(dataclasses.replace(config, layers=[config.layers[0], HashState(1, 1)]))
+    prompt = np.random.default_rng(3).integers(3, size=41).tolist()
+    cache, _ = _start(cache, prompt, commits=False)
+    answer = np.full((6, 9), 2, np.int32)
+    cache, _, _ = padded_step(cache, np.array([9, 0, 0, 0, 0, 0], np.int32), answer)
+    cache, _ = kv.free(kv.commit(cache, [0])[0], [0])
+    _, admission = kv.allocate(cache, [0], [41], tokens=[prompt])
+    assert admission.num_cached[0] == num_cached
+    whole = [*prompt, *answer[0].tolist(), 0]
+    _, admission = kv.allocate(cache, [0], [len(whole)], tokens=[whole])
+    assert admission.num_cached[0] == 48
+
+
+def _num_saved(cache, group_id):
+    """Walks from each published state to the one before it; {block: tokens between them}."""
+    index, links = cache.control.prefix_index, cache.control.prefix_index.group_links[group_id]
+    pool, parents = cache.control.block_pools[group_id], np.asarray(index.parent)
+    found = {}
+    for block in np.flatnonzero(np.asarray(pool.cached.is_published)).tolist():
+        at, num = int(links.indexed_ids[block]), 0
+        while num == 0 or (at < len(parents) and links.block_ids[at, 0] == pool.num_blocks):
+            at, num = int(parents[at]), num + BLOCK
+        found[block] = num
+    return found
+
+
+def test_the_state_that_saves_the_fewest_tokens_for_its_age_is_evicted_first():
+    config = config_of_states(3, num_blocks=200, snapshots=kv.Snapshots(eviction="tokens saved"))
+    layers = [config.layers[0], HashState(1, 1, num_blocks=6 * 6 + 9)]
+    cache = kv.init(dataclasses.replace(config, layers=layers))
+    [group_id] = cache.config.snapshot_groups
+    rng, num_evicted = np.random.default_rng(5), 0
+    texts = [rng.integers(3, size=90).tolist() for _ in range(3)]
+    for _ in range(40):
+        text = texts[rng.integers(3)]
+        cut = int(rng.integers(1, 90))
+        cache, _ = _start(cache, [*text[:cut], *rng.integers(3, size=6).tolist()])
+        cache, _ = kv.free(cache, [0])
+    while saved := _num_saved(cache, group_id):
+        cached = cache.control.block_pools[group_id].cached
+        age = {block: float(cached.tail - cached.queued_at[block]) for block in saved}
+        worst = max(saved, key=lambda block: age[block] / saved[block])
+        control = make_room(
+            cache.control, {group_id: cache.control.block_pools[group_id].num_free + 1}, cache.config
+        )
+        cache, num_evicted = dataclasses.replace(cache, control=control), num_evicted + 1
+        assert {*_num_saved(cache, group_id)} == {*saved} - {worst}
+    assert num_evicted > 20 and kv.check_invariants(cache) == []
 
 
 def test_a_block_that_fills_is_folded_whatever_its_rollback():
@@ -190,6 +245,7 @@ def _plain_step(cache, num_new, tokens):
         ),
         (lambda: HashState(1, 1, max_rollback=-1), "max_rollback is -1"),
         (lambda: kv.Snapshots(every=0), "every is 0"),
+        (lambda: kv.Snapshots(eviction="lru"), "snapshots.eviction is 'lru', expected one of"),
         (lambda: config_of_states(snapshots=8), "snapshots is 8, expected kvcache_jax.Snapshots"),
     ],
 )
