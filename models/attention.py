@@ -34,15 +34,23 @@ class Attention(nnx.Module):
         self.k = Linear(config, rngs, config.hidden_size, kv_size, use_bias=config.use_qkv_bias)
         self.v = Linear(config, rngs, config.hidden_size, kv_size, use_bias=config.use_qkv_bias)
         self.gate = Linear(config, rngs, config.hidden_size, q_size) if config.use_attention_gate else None
-        self.out = Linear(config, rngs, q_size, config.hidden_size, gain=residual_gain(config))
-        self.q_norm = RMSNorm(config, config.head_dim) if config.use_qk_norm else None
-        self.k_norm = RMSNorm(config, config.head_dim) if config.use_qk_norm else None
+        gain, use_bias = residual_gain(config), config.use_out_bias
+        self.out = Linear(config, rngs, q_size, config.hidden_size, gain=gain, use_bias=use_bias)
+        self.norm_spans_heads = config.qk_norm_spans_heads
+        q_normed, k_normed = (q_size, kv_size) if self.norm_spans_heads else (config.head_dim,) * 2
+        self.q_norm = RMSNorm(config, q_normed) if config.use_qk_norm else None
+        self.k_norm = RMSNorm(config, k_normed) if config.use_qk_norm else None
+        sinks = nnx.Param(jnp.zeros(config.num_q_heads, config.param_dtype))
+        self.sink_logits = sinks if config.use_sink_logits else None
 
     def __call__(
         self, x: jax.Array, cache: kv.Cache, place: Place, step: kv.Step, rotation: Rotation | None
     ) -> tuple[jax.Array, kv.Cache]:
         q, k, v = self.project(x, rotation)
-        cache, out = kv.attention(cache, place, q, k, v, step, scale=self.scale, soft_cap=self.soft_cap)
+        sinks = None if self.sink_logits is None else self.sink_logits[...]
+        cache, out = kv.attention(
+            cache, place, q, k, v, step, scale=self.scale, soft_cap=self.soft_cap, sink_logits=sinks
+        )
         assert isinstance(out, jax.Array)  # no log-sum-exp was asked for
         out = out.reshape(*x.shape[:-1], -1)
         if self.gate is not None:
@@ -52,11 +60,14 @@ class Attention(nnx.Module):
     def project(self, x: jax.Array, rotation: Rotation | None) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values of tokens."""
         heads = (*x.shape[:-1], -1, self.head_dim)
-        q = self.q(x).reshape(heads)  # [..., num_q_heads, head_dim]
-        k = self.k(x).reshape(heads)  # [..., num_kv_heads, head_dim]
-        v = self.v(x).reshape(heads)  # [..., num_kv_heads, head_dim]
+        q, k = self.q(x), self.k(x)
+        if not self.norm_spans_heads:
+            q, k = q.reshape(heads), k.reshape(heads)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
+        q = q.reshape(heads)  # [..., num_q_heads, head_dim]
+        k = k.reshape(heads)  # [..., num_kv_heads, head_dim]
+        v = self.v(x).reshape(heads)  # [..., num_kv_heads, head_dim]
         return rotate(q, rotation), rotate(k, rotation), v
 
 

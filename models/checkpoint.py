@@ -1,10 +1,13 @@
 """Checkpoints in the Hugging Face layout: config.json, *.safetensors, and tokenizer.json where there is one.
 
-Reads the models of `models.families` as they are published: Llama 3.x, Qwen2/2.5, Qwen3, Mistral, Gemma 2,
-Gemma 3 (text), DeepSeek-V2 and V3, and the hybrids Qwen 3.5 (text), Qwen3-Next, Kimi-Linear, Granite 4,
-Nemotron-H and LFM2. Writes a model as the first of these families that has its options, so that other
-programs can open it too. What does not fit is a `CheckpointError` that names the file, the tensor or the
-option; nothing is skipped, padded or guessed.
+Reads the models of `models.families` as they are published: Llama 3.x, Mistral, Mixtral, Ministral, Qwen 2,
+Qwen 3 and their mixtures, Gemma 2 and 3, DeepSeek-V2 and V3, GLM-4 and GLM-4.7-Flash, gpt-oss in bfloat16,
+Phi-3 and 4, OLMo 2 and 3, SmolLM 3, Granite 3, Seed-OSS, and the hybrids Qwen 3.5 (text), Qwen3-Next,
+Kimi-Linear, Granite 4, Nemotron-H and LFM2. Writes a model as the first of these families that has its
+options, so that other programs can open it too.
+
+What does not fit is a `CheckpointError` that names the file, the tensor or the option; nothing is padded or
+guessed. Tensors that see or that predict further tokens are left out, and a line of the log says so.
 
     decoder = checkpoint.load(folder)
     tokenizer = checkpoint.load_tokenizer(folder)
@@ -15,10 +18,11 @@ import collections
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import pathlib
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -41,6 +45,7 @@ _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetenso
 _GENERATION = "generation_config.json"
 _TOKENIZER, _OTHER_TOKENIZERS = "tokenizer.json", ("tokenizer.model", "tekken.json", "vocab.json")
 _FLOATS = ("F32", "BF16", "F16")
+_LOGGER = logging.getLogger(__name__)
 
 # Buffers that older programs stored; they follow from config.json.
 _FREQUENCIES = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
@@ -75,7 +80,8 @@ def load(
     layout = stacked if is_stacked else unstacked
     abstract = jax.eval_shape(lambda: layout(Decoder(config, rngs=nnx.Rngs(0))))
     leaves, structure = jax.tree_util.tree_flatten_with_path(abstract)
-    names = find_family(folder / _CONFIG).tensor_names(config)
+    family = find_family(folder / _CONFIG)
+    names, skipped = family.tensor_names(config), family.skipped(JsonObject(folder / _CONFIG))
     wanted = [(_source(abstract, names, path, leaf.shape), leaf) for path, leaf in leaves]
     shapes = _file_shapes([source for source, _ in wanted])
     embedding, unembedding = (find_stored(names, name).names[0] for name in ("embedding", "unembedding"))
@@ -84,7 +90,7 @@ def load(
         if config.tie_embeddings and embedding not in stored and unembedding in stored:
             stored[embedding] = stored.pop(unembedding)  # some programs write only the other
         # Some programs write a tied matrix twice.
-        _check_names(folder, stored, shapes, {unembedding} if config.tie_embeddings else set())
+        _check_names(folder, stored, shapes, {unembedding} if config.tie_embeddings else set(), skipped)
         for name, shape in shapes.items():
             stored[name].check(shape)
         if config.tie_embeddings and unembedding in stored:
@@ -278,7 +284,7 @@ def _source(decoder: Decoder, names: Names, path: tuple[Any, ...], shape: tuple[
         for place, prefix in prefixes.items()
         for share, name in zip(shares, stored.names, strict=True)
     }
-    shape, is_transposed = (*shape[num_axes:-1], size), parameter.endswith(".kernel")
+    shape, is_transposed = (*shape[num_axes:-1], size), parameter.endswith(".kernel") and not stored.is_in_out
     shape = (*shape[:-2], shape[-1], shape[-2]) if is_transposed else shape
     return _Source(tensors, shape, is_transposed, stored.rows, stored.unit_axes)
 
@@ -355,12 +361,21 @@ def _open_file(path: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, _Te
 
 
 def _check_names(
-    folder: pathlib.Path, stored: dict[str, _Tensor], wanted: Collection[str], allowed: set[str]
+    folder: pathlib.Path,
+    stored: dict[str, _Tensor],
+    wanted: Collection[str],
+    allowed: set[str],
+    skipped: Mapping[str, str],
 ) -> None:
     missing, unknown = set(wanted) - stored.keys(), stored.keys() - set(wanted) - allowed
     if missing:
         raise CheckpointError(f"{folder} has no tensor {_few(missing)}")
     unknown = {name for name in unknown if not _FREQUENCIES.fullmatch(name)}
+    for pattern, what in skipped.items():
+        found = {name for name in unknown if re.fullmatch(pattern, name)}
+        if found:
+            _LOGGER.warning("%s: %d tensors of %s are left out", folder, len(found), what)
+        unknown -= found
     if unknown:
         raise CheckpointError(f"{folder} has the unknown tensor {_few(unknown)}")
 

@@ -11,7 +11,7 @@ from models.checks import check_positive, check_positive_or_none, float_dtype
 from models.layer_runs import Run, layer_runs
 from models.rope import Rope
 
-ACTIVATIONS = ("silu", "gelu_tanh", "relu2")
+ACTIVATIONS = ("silu", "gelu_tanh", "clamped_silu", "relu2")
 """Names that `DecoderConfig.mlp_activation` takes."""
 
 ATTENTION, RECURRENCE = "attention", "recurrence"
@@ -57,8 +57,9 @@ class Experts:
       num_experts: Experts of a layer.
       num_used: Experts that a token uses.
       expert_size: Width inside an expert.
-      shared_size: Width inside the MLP that all tokens use.
+      shared_size: Width inside the MLP that all tokens use; None without one.
       use_shared_gate: Whether each token weighs what that MLP says (Qwen3-Next).
+      use_biases: Biases on the router and the experts (gpt-oss).
       is_sigmoid: Whether scores are sigmoids, a learned correction is added to them for the choice, and a
         group counts as its two best experts (DeepSeek-V3); else a softmax scores, and it counts as its best.
       num_groups: Groups of experts side by side, equally large.
@@ -71,8 +72,9 @@ class Experts:
     num_experts: int
     num_used: int
     expert_size: int
-    shared_size: int
+    shared_size: int | None = None
     use_shared_gate: bool = False
+    use_biases: bool = False
     is_sigmoid: bool = False
     num_groups: int = 1
     num_used_groups: int = 1
@@ -80,8 +82,15 @@ class Experts:
     weight_scale: float = 1.0
 
     def __post_init__(self):
-        check_positive(self, "num_experts", "num_used", "expert_size", "shared_size", "num_groups")
+        check_positive(self, "num_experts", "num_used", "expert_size", "num_groups")
         check_positive(self, "num_used_groups", "weight_scale")
+        check_positive_or_none(self, "shared_size")
+        if self.use_shared_gate and self.shared_size is None:
+            raise ValueError("shared_size is None with use_shared_gate, expected the width of what it weighs")
+        if self.use_biases and self.is_sigmoid:
+            raise ValueError(
+                "use_biases is True with is_sigmoid, expected False: a sigmoid's bias is a correction"
+            )
         least = 2 * self.num_groups if self.is_sigmoid and self.num_groups > 1 else self.num_groups
         if self.num_experts % self.num_groups or self.num_experts < least:
             raise ValueError(
@@ -130,16 +139,23 @@ class DecoderConfig:
       mixers: Per layer what mixes tokens, `ATTENTION` or `RECURRENCE`; empty if it is attention everywhere.
       has_split_layers: Whether a layer is a mixer or an MLP, None in `mixers`, but not both (Nemotron-H).
       rope: The rotations; None for keys and queries that are not rotated.
+      rotated: Per layer whether it has rotations (SmolLM 3); empty if all layers have them.
       window_rope: Those of layers with a window, where they differ (Gemma 3); else None.
       latents: Multi-head latent attention (DeepSeek); None for keys and values of their own.
       experts: Mixtures of experts in place of later layers' MLPs (DeepSeek); None for MLPs everywhere.
       norm_eps: Added to the mean square in every norm.
       norm_offset: Added to every norm's scale (Gemma: 1).
-      use_post_norms: Gemma's norms of what attention and MLP add to the residual stream.
-      use_qkv_bias: Qwen2's biases on queries, keys and values.
+      use_pre_norms: Norms of what attention and MLP get; only OLMo 2 and 3 have none.
+      use_post_norms: Norms of what attention and MLP add to the residual stream (Gemma, OLMo 2, GLM-4).
+      use_qkv_bias: Biases on queries, keys and values (Qwen2).
+      use_out_bias: A bias on what attention says.
+      use_mlp_bias: Biases in MLPs; experts have their own option.
       use_qk_norm: Norms of each head's query and key (Qwen3, Gemma 3).
+      qk_norm_spans_heads: These are norms of all heads together (OLMo 2).
+      use_sink_logits: A learned logit per head that takes attention and adds nothing (gpt-oss).
       use_attention_gate: Multiplies what attention says by a sigmoid of each token (Qwen3-Next).
-      mlp_activation: In an MLP, one of `ACTIVATIONS`: of its gate, or "relu2" of an MLP without a gate.
+      mlp_activation: In an MLP, one of `ACTIVATIONS`: of its gate, "clamped_silu" of gate and values within
+        bounds (gpt-oss), or "relu2" of an MLP without a gate.
       embedding_scale: Multiplies what a token is embedded as (Gemma: the root of `hidden_size`).
       residual_scale: Multiplies what a layer's parts add to the residual stream (Granite).
       attention_scale: Multiplies the logits of attention; None for `head_dim ** -0.5`.
@@ -165,14 +181,20 @@ class DecoderConfig:
     mixers: tuple[str | None, ...] = ()
     has_split_layers: bool = False
     rope: Rope | None = Rope()
+    rotated: tuple[bool, ...] = ()
     window_rope: Rope | None = None
     latents: Latents | None = None
     experts: Experts | None = None
     norm_eps: float = 1e-6
     norm_offset: float = 0.0
+    use_pre_norms: bool = True
     use_post_norms: bool = False
     use_qkv_bias: bool = False
+    use_out_bias: bool = False
+    use_mlp_bias: bool = False
     use_qk_norm: bool = False
+    qk_norm_spans_heads: bool = False
+    use_sink_logits: bool = False
     use_attention_gate: bool = False
     mlp_activation: str = "silu"
     embedding_scale: float = 1.0
@@ -191,6 +213,7 @@ class DecoderConfig:
         object.__setattr__(self, "windows", tuple(self.windows) if is_windowed else ())
         is_mixed = any(mixer != ATTENTION for mixer in self.mixers)
         object.__setattr__(self, "mixers", tuple(self.mixers) if is_mixed else ())
+        object.__setattr__(self, "rotated", () if all(self.rotated) else tuple(self.rotated))
         if not is_windowed or self.window_rope == self.rope:
             object.__setattr__(self, "window_rope", None)
         for name in ("dtype", "param_dtype", "matmul_dtype"):
@@ -209,8 +232,9 @@ class DecoderConfig:
             raise ValueError(
                 f"head_dim is {self.head_dim}{share}, expected an even number: halves are rotated"
             )
-        if len(self.windows) not in (0, self.num_layers):
-            raise ValueError(f"windows has {len(self.windows)} entries, expected {self.num_layers} or none")
+        for name in ("windows", "mixers", "rotated"):
+            if (num := len(getattr(self, name))) not in (0, self.num_layers):
+                raise ValueError(f"{name} has {num} entries, expected {self.num_layers} or none")
         if self.mlp_activation not in ACTIVATIONS:
             raise ValueError(
                 f"mlp_activation is {self.mlp_activation!r}, expected one of {', '.join(ACTIVATIONS)}"
@@ -223,8 +247,6 @@ class DecoderConfig:
             raise ValueError(f"first_layer is {first}, expected 0 to num_layers - 1 = {last}")
 
     def _check_mixers(self) -> None:
-        if len(self.mixers) not in (0, self.num_layers):
-            raise ValueError(f"mixers has {len(self.mixers)} entries, expected {self.num_layers} or none")
         known = (ATTENTION, RECURRENCE, None) if self.has_split_layers else (ATTENTION, RECURRENCE)
         unknown = [mixer for mixer in self.mixers if mixer not in known]
         if unknown:
@@ -252,9 +274,8 @@ class DecoderConfig:
                 f"head_dim is {self.head_dim}, expected nope_dim + rope_dim = "
                 f"{latents.nope_dim + latents.rope_dim}"
             )
-        unused = [
-            name for name in ("use_qkv_bias", "use_qk_norm", "use_attention_gate") if getattr(self, name)
-        ]
+        options = "use_qkv_bias", "use_out_bias", "use_qk_norm", "use_sink_logits", "use_attention_gate"
+        unused = [name for name in options if getattr(self, name)]
         if unused:
             raise ValueError(f"{unused[0]} is True with latents, expected False: latents have none of these")
 
@@ -272,7 +293,11 @@ class DecoderConfig:
     def layer_ropes(self) -> tuple[Rope | None, ...]:
         """The rotations of each layer."""
         ropes = {True: self.rope, False: self.window_rope or self.rope}
-        return tuple(ropes[window is None] for window in self.layer_windows)
+        rotated = self.rotated or (True,) * self.num_layers
+        return tuple(
+            ropes[window is None] if is_rotated else None
+            for window, is_rotated in zip(self.layer_windows, rotated, strict=True)
+        )
 
     @property
     def layer_parts(self) -> tuple[Parts, ...]:
@@ -287,8 +312,8 @@ class DecoderConfig:
 
     @property
     def runs(self) -> tuple[Run, ...]:
-        """The layers whose parts and windows, and with these their rotations, repeat."""
-        return layer_runs(tuple(zip(self.layer_windows, self.layer_parts, strict=True)))
+        """The layers whose parts, windows and rotations repeat."""
+        return layer_runs(tuple(zip(self.layer_windows, self.layer_ropes, self.layer_parts, strict=True)))
 
     @property
     def stacks(self) -> tuple[tuple[int, ...], ...]:

@@ -11,7 +11,23 @@ from typing import Any
 
 from models.checks import float_dtype
 from models.config import DecoderConfig
-from models.families import deepseek, gemma, granite, kimi, lfm2, llama, nemotron, qwen_next
+from models.families import (
+    deepseek,
+    gemma,
+    glm,
+    gpt_oss,
+    granite,
+    kimi,
+    lfm2,
+    llama,
+    mixtral,
+    nemotron,
+    olmo,
+    phi,
+    qwen_moe,
+    qwen_next,
+    smollm,
+)
 from models.families.family import Family
 from models.json_object import CheckpointError, JsonObject
 
@@ -24,6 +40,21 @@ FAMILIES = {
     "gemma3_text": gemma.GEMMA3,
     "deepseek_v2": deepseek.DEEPSEEK_V2,
     "deepseek_v3": deepseek.DEEPSEEK_V3,
+    "ministral": llama.MINISTRAL,
+    "seed_oss": llama.SEED_OSS,
+    "smollm3": smollm.SMOLLM3,
+    "granite": granite.GRANITE_3,
+    "gemma3": gemma.GEMMA3_WHOLE,
+    "glm4_moe_lite": deepseek.GLM_4_LITE,
+    "glm": glm.GLM,
+    "glm4": glm.GLM_4,
+    "mixtral": mixtral.MIXTRAL,
+    "qwen2_moe": qwen_moe.QWEN2_MOE,
+    "qwen3_moe": qwen_moe.QWEN3_MOE,
+    "gpt_oss": gpt_oss.GPT_OSS,
+    "phi3": phi.PHI_3,
+    "olmo2": olmo.OLMO_2,
+    "olmo3": olmo.OLMO_3,
     "qwen3_5_text": qwen_next.QWEN3_5,
     "qwen3_next": qwen_next.QWEN3_NEXT,
     "kimi_linear": kimi.KIMI_LINEAR,
@@ -71,12 +102,13 @@ def _read(values: JsonObject, dtype: Any, param_dtype: Any) -> DecoderConfig:
     family = _family_of(values)
     if values.get("architectures", list, [family.architecture]) != [family.architecture]:
         raise values.error("architectures", f"{[family.architecture]}")
+    whole, values = values, values.part(family.part) if family.part else values
     values = values.with_defaults(family.defaults).with_entries(family.entries)
     for name, only in family.only.items():
         if values.get(name, object, only) != only:
             raise values.error(name, f"{only!r}: nothing else is implemented")
     options = family.read(values)
-    dtype = _dtype(values) if dtype is None else dtype
+    dtype = _dtype(whole) if dtype is None else dtype
     param_dtype = dtype if param_dtype is None else param_dtype
     return values.make(DecoderConfig, **options, dtype=dtype, param_dtype=param_dtype)
 

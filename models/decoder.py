@@ -1,4 +1,4 @@
-"""A decoder-only model on the cache: Llama, Qwen, Mistral, Gemma, DeepSeek and hybrids are options of one.
+"""A decoder-only model on the cache: the families in `models.families` are options of one.
 
 `forward` serves prefill, whole or in pieces, and decode, padded and packed: what differs between them is the
 `Step`. In shape comments `...` stands for the step's tokens, `[n, T]` if padded, `[num_tokens]` if packed.
@@ -26,7 +26,7 @@ import kvcache_jax as kv
 from models.attention import Place, new_attention
 from models.config import ATTENTION, RECURRENCE, DecoderConfig, Parts
 from models.layer_runs import Run
-from models.layers import RMSNorm, normal, soft_capped
+from models.layers import RMSNorm, normal, normed, soft_capped
 from models.mixture import new_mlp
 from models.recurrence import new_recurrence
 from models.rope import Rotation, rotation
@@ -256,34 +256,34 @@ def _compute(
 
 
 class Layer(nnx.Module):
-    """A mixer of tokens, then an MLP or experts, each after a norm and added to the residual stream."""
+    """A mixer of tokens, then an MLP or experts, each between norms and added to the residual stream."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, parts: Parts):
         def norm(is_there: bool) -> RMSNorm | None:
             return RMSNorm(config, config.hidden_size) if is_there else None
 
-        has_mixer, has_post_norms = parts.mixer is not None, config.use_post_norms
+        has_mixer, has_mlp = parts.mixer is not None, parts.has_mlp
+        has_pre_norms, has_post_norms = config.use_pre_norms, config.use_post_norms
         self.scale = config.residual_scale
-        self.attention_norm = norm(has_mixer)
+        self.attention_norm = norm(has_mixer and has_pre_norms)
         self.attention = new_attention(config, rngs) if parts.mixer == ATTENTION else None
         self.recurrence = new_recurrence(config, rngs) if parts.mixer == RECURRENCE else None
         self.attention_post_norm = norm(has_mixer and has_post_norms)
-        self.mlp_norm = norm(parts.has_mlp)
-        self.mlp = new_mlp(config, rngs, parts.experts) if parts.has_mlp else None
-        self.mlp_post_norm = norm(parts.has_mlp and has_post_norms)
+        self.mlp_norm = norm(has_mlp and has_pre_norms)
+        self.mlp = new_mlp(config, rngs, parts.experts) if has_mlp else None
+        self.mlp_post_norm = norm(has_mlp and has_post_norms)
 
     def __call__(
         self, x: jax.Array, cache: kv.Cache, place: Place | None, step: kv.Step, rotation: Rotation | None
     ) -> tuple[jax.Array, kv.Cache]:
         mixer = self.recurrence if self.attention is None else self.attention
-        if mixer is not None and self.attention_norm is not None:
+        if mixer is not None:
             assert place is not None
-            out, cache = mixer(self.attention_norm(x), cache, place, step, rotation)
-            x = self._sum(x, out, self.attention_post_norm)
-        if self.mlp is not None and self.mlp_norm is not None:
-            x = self._sum(x, self.mlp(self.mlp_norm(x)), self.mlp_post_norm)
+            out, cache = mixer(normed(self.attention_norm, x), cache, place, step, rotation)
+            x = self._sum(x, normed(self.attention_post_norm, out))
+        if self.mlp is not None:
+            x = self._sum(x, normed(self.mlp_post_norm, self.mlp(normed(self.mlp_norm, x))))
         return x, cache
 
-    def _sum(self, x: jax.Array, out: jax.Array, norm: RMSNorm | None) -> jax.Array:
-        out = out if norm is None else norm(out)
+    def _sum(self, x: jax.Array, out: jax.Array) -> jax.Array:
         return x + (out if self.scale == 1 else out * jnp.asarray(self.scale, out.dtype))

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import kvcache_jax as kv
 from models.config import ATTENTION
 from models.decoder import Decoder, rotations, single_layers
+from models.layers import normed
 
 
 def first_layers(
@@ -26,7 +27,7 @@ def first_layers(
 
     Returns:
       Queries of the last layer `[n, T, num_q_heads, key_dim]`, as `kv.attention` takes them by default, and
-      the cache. A soft cap is left out.
+      the cache. A soft cap and logits of sinks are left out.
     """
     mixers = list(decoder.config.layer_mixers[:num_layers])
     if {*mixers} != {ATTENTION}:
@@ -40,8 +41,8 @@ def first_layers(
     for layer, (group_id, index), turn in zip(layers[:-1], places, turns, strict=False):
         x, cache = layer(x, cache, (group_id, jnp.int32(index)), step, turn)
     attention, (group_id, index) = layers[-1].attention, places[-1]
-    assert attention is not None and layers[-1].attention_norm is not None
-    q, k, v = attention.project(layers[-1].attention_norm(x), turns[num_layers - 1])
+    assert attention is not None
+    q, k, v = attention.project(normed(layers[-1].attention_norm, x), turns[num_layers - 1])
     cache = kv.write(cache, (group_id, jnp.int32(index)), k, v, step)
     if attention.scale is not None:
         q = q * jnp.asarray(attention.scale * math.sqrt(q.shape[-1]), q.dtype)

@@ -7,6 +7,9 @@ from flax import nnx
 from models.config import DecoderConfig
 from models.matmul import matmul
 
+GATE_LIMIT, GATE_SLOPE = 7.0, 1.702
+"""Of "clamped_silu": the bound of gates and values, and what multiplies a gate inside the sigmoid."""
+
 
 def normal(config: DecoderConfig, rngs: nnx.Rngs, shape: tuple[int, int], std: float) -> nnx.Param:
     """Draws a new matrix."""
@@ -63,14 +66,20 @@ class RMSNorm(nnx.Module):
         return (wide * _on_last_axis(scale, x)).astype(x.dtype)
 
 
+def normed(norm: RMSNorm | None, x: jax.Array) -> jax.Array:
+    """Applies a norm; None leaves `x` as it is."""
+    return x if norm is None else norm(x)
+
+
 class MLP(nnx.Module):
     """A gated one, SwiGLU or GeGLU, or squared ReLU without a gate."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, size: int):
         self.activation = config.mlp_activation
-        self.gate = Linear(config, rngs, config.hidden_size, size) if is_gated(config) else None
-        self.up = Linear(config, rngs, config.hidden_size, size)
-        self.down = Linear(config, rngs, size, config.hidden_size, gain=residual_gain(config))
+        hidden_size, use_bias = config.hidden_size, config.use_mlp_bias
+        self.gate = Linear(config, rngs, hidden_size, size, use_bias=use_bias) if is_gated(config) else None
+        self.up = Linear(config, rngs, hidden_size, size, use_bias=use_bias)
+        self.down = Linear(config, rngs, size, hidden_size, gain=residual_gain(config), use_bias=use_bias)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         gate = None if self.gate is None else self.gate(x)
@@ -86,6 +95,9 @@ def activated(activation: str, up: jax.Array, gate: jax.Array | None) -> jax.Arr
     """Computes what is inside an MLP; `gate` is None where it has none."""
     if gate is None:
         return jnp.square(jax.nn.relu(up))
+    if activation == "clamped_silu":
+        gate, up = jnp.minimum(gate, GATE_LIMIT), jnp.clip(up, -GATE_LIMIT, GATE_LIMIT)
+        return (up + 1) * gate * jax.nn.sigmoid(GATE_SLOPE * gate)
     return up * (jax.nn.silu(gate) if activation == "silu" else jax.nn.gelu(gate, approximate=True))
 
 

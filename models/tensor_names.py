@@ -13,11 +13,13 @@ class Stored(NamedTuple):
       names: Tensors, each with an equal share of the parameter's outputs; {expert} is each expert.
       rows: Which outputs of the tensor the parameter has, i64[n], where it shares the tensor with others.
       unit_axes: Axes of length 1 that the tensors have and the parameter has not.
+      is_in_out: Whether a matrix is stored `[in, out]`, as here; else transposed.
     """
 
     names: tuple[str, ...]
     rows: np.ndarray | None = None
     unit_axes: tuple[int, ...] = ()
+    is_in_out: bool = False
 
 
 Names = Mapping[str, str | Stored]
@@ -49,6 +51,20 @@ NAMES: Names = {
     "mlp.shared.down": "mlp.shared_experts.down_proj",
 }
 """Names that most families use."""
+
+
+def fused(tensor: str, sizes: Mapping[str, int]) -> Names:
+    """Names a tensor that holds the outputs of several modules, one after another; `sizes` by module."""
+    ends = np.cumsum([*sizes.values()])
+    return {
+        module: Stored((tensor,), np.arange(end - size, end))
+        for (module, size), end in zip(sizes.items(), ends, strict=True)
+    }
+
+
+def within(prefix: str) -> Names:
+    """Names a model that is a part of another one."""
+    return {module: f"{prefix}.{NAMES[module]}" for module in ("embedding", "unembedding", "norm", "layers")}
 
 
 def find_stored(names: Names, parameter: str) -> Stored:

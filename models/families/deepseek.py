@@ -4,8 +4,7 @@ import functools
 from typing import Any
 
 from models.config import DecoderConfig, Experts, Latents
-from models.families import llama
-from models.families.family import NUMBER, Family, read_sizes, write_fields, write_sizes
+from models.families.family import NUMBER, ONLY, Family, only, read_sizes, write_fields, write_sizes
 from models.families.rope_entries import read_rope, write_rope
 from models.json_object import ENTRIES, JsonObject
 from models.rope import Rope, YarnScaling
@@ -24,6 +23,7 @@ _RANKED_QUERIES = {
 _SIZES = {field: ENTRIES[field] for field in ("latent_dim", "rope_dim", "nope_dim", "value_dim")}
 _EXPERT_SIZES = {field: ENTRIES[field] for field in ("num_experts", "num_used", "expert_size")}
 _GREEDY, _GROUPED = "greedy", "group_limited_greedy"
+_DENSE, _SPARSE = "dense", "sparse"
 
 
 def latent_names(config: DecoderConfig) -> Names:
@@ -71,7 +71,7 @@ def _write(config: DecoderConfig) -> dict[str, Any] | None:
     return {
         **write_sizes(config),
         **write_rope(config.rope),
-        "hidden_act": llama.ONLY["hidden_act"],
+        "hidden_act": ONLY["hidden_act"],
         **write_latents(latents),
         **_written_experts(config.experts, config.num_layers),
     }
@@ -81,19 +81,43 @@ def _read_v2(values: JsonObject) -> dict[str, Any]:
     method = values.get("topk_method", str)
     if method not in (_GREEDY, _GROUPED):
         raise values.error("topk_method", f"{_GREEDY} or {_GROUPED}: nothing else is implemented")
-    return _read(values, interleaves=True) | {"experts": _experts(values, has_groups=method == _GROUPED)}
+    first_layer = values.get("first_k_dense_replace", int)
+    experts = _experts(values, first_layer, has_groups=method == _GROUPED)
+    return _read(values, interleaves=True) | {"experts": experts}
 
 
 def _read_v3(values: JsonObject) -> dict[str, Any]:
+    return _read_corrected(values, values.get("first_k_dense_replace", int))
+
+
+def _read_lite(values: JsonObject) -> dict[str, Any]:
+    return _read_corrected(values, read_first_layer(values))
+
+
+def _read_corrected(values: JsonObject, first_layer: int) -> dict[str, Any]:
+    """Reads a model whose routers have corrections."""
     normalizes = values.get("norm_topk_prob", bool)
     options = _read(values, interleaves=values.get("rope_interleave", bool, True))
-    experts = _experts(values, has_groups=True, is_sigmoid=True, normalizes=normalizes)
+    experts = _experts(values, first_layer, has_groups=True, is_sigmoid=True, normalizes=normalizes)
     return options | {"experts": experts}
 
 
-def _experts(values: JsonObject, has_groups: bool, **options: Any) -> Experts | None:
+def read_first_layer(values: JsonObject) -> int:
+    """Reads the first layer that has experts."""
+    types, num_layers = values.get("mlp_layer_types", list, None), values.get_field("num_layers", int)
+    first = values.get("first_k_dense_replace", int, 1) if types is None else types.count(_DENSE)
+    if types is not None and types != mlp_types(first, num_layers):
+        raise values.error("mlp_layer_types", f"{_DENSE}, then {_SPARSE}, for {num_layers} layers in all")
+    return first
+
+
+def mlp_types(first_layer: int, num_layers: int) -> list[str]:
+    """Names what layers have of which `first_layer` is the first with experts."""
+    return [_DENSE if layer < first_layer else _SPARSE for layer in range(num_layers)]
+
+
+def _experts(values: JsonObject, first_layer: int, has_groups: bool, **options: Any) -> Experts | None:
     """Reads the mixtures of experts of a model that has any."""
-    first_layer = values.get("first_k_dense_replace", int)
     if first_layer >= values.get("num_hidden_layers", int):
         return None
     if has_groups:
@@ -114,6 +138,11 @@ def read_shared_size(values: JsonObject, entry: str) -> int:
     if num_shared < 1:
         raise values.error(entry, "a positive, finite number")
     return num_shared * values.get("moe_intermediate_size", int)
+
+
+def num_shared(experts: Experts) -> int:
+    """Computes the inverse of `read_shared_size`."""
+    return (experts.shared_size or 0) // experts.expert_size
 
 
 def _write_v2(config: DecoderConfig) -> dict[str, Any] | None:
@@ -137,14 +166,24 @@ def _written_experts(experts: Experts | None, num_layers: int) -> dict[str, Any]
     return {
         "first_k_dense_replace": experts.first_layer,
         **write_fields(experts, _EXPERT_SIZES),
-        "n_shared_experts": experts.shared_size // experts.expert_size,
+        "n_shared_experts": num_shared(experts),
         "routed_scaling_factor": experts.weight_scale,
         "n_group": experts.num_groups,
         "topk_group": experts.num_used_groups,
     }
 
 
-_family = functools.partial(Family, only=llama.ONLY | {"moe_layer_freq": 1}, names=latent_names)
+def _skipped(values: JsonObject) -> dict[str, str]:
+    """The layers after the last, which predict tokens after the next."""
+    num_layers, num_more = (
+        values.get("num_hidden_layers", int),
+        values.get("num_nextn_predict_layers", int, 0),
+    )
+    layers = "|".join(str(num_layers + i) for i in range(num_more))
+    return {rf"model\.layers\.({layers})\..*": "extra prediction layers"} if layers else {}
+
+
+_family = functools.partial(Family, only=only(moe_layer_freq=1), names=latent_names, skipped=_skipped)
 DEEPSEEK_V2 = _family(
     architecture="DeepseekV2ForCausalLM",
     read=_read_v2,
@@ -157,3 +196,10 @@ DEEPSEEK_V3 = _family(
     write=_write_v3,
     defaults={"first_k_dense_replace": 3, "norm_topk_prob": True, "routed_scaling_factor": 2.5},
 )
+GLM_4_LITE = _family(
+    architecture="Glm4MoeLiteForCausalLM",
+    read=_read_lite,
+    write=lambda config: None,  # V3 has all its options
+    defaults={"n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.8},
+)
+"""GLM-4.7-Flash."""

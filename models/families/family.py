@@ -10,6 +10,23 @@ from models.tensor_names import NAMES, Names
 
 NUMBER = (int, float)
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+ONLY = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "use_bias": None,
+    "partial_rotary_factor": 1.0,
+    "no_rope_layers": None,
+    "no_rope_layer_interval": None,
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "attention_multiplier": None,
+    "logits_scaling": 1.0,
+    "quantization_config": None,
+    "use_mrope": False,
+    "is_causal": True,
+}
+"""Options that most families do not have: entries and the value that says so."""
 _MOST_LAYERS = 1024  # ten times as many as the largest models have: more would only take long to refuse
 
 
@@ -26,6 +43,8 @@ class Family:
       defaults: What missing entries stand for, where that is not an error; null ones stay null.
       entries: What config.json calls fields of `DecoderConfig` and its parts, where most call them otherwise.
       names: Tensors of a model, where most call them otherwise.
+      part: The entry that holds those of the text model, in a file of a model that also sees; else empty.
+      skipped: Tensors that are left out: patterns of their names, and what they are, by the entries.
     """
 
     architecture: str
@@ -35,10 +54,17 @@ class Family:
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     entries: Mapping[str, str] = dataclasses.field(default_factory=dict)
     names: Callable[[DecoderConfig], Names] = lambda config: {}
+    part: str = ""
+    skipped: Callable[[JsonObject], Mapping[str, str]] = lambda values: {}
 
     def tensor_names(self, config: DecoderConfig) -> Names:
         """Returns the names of all tensors of a model."""
         return {**NAMES, **self.names(config)}
+
+
+def only(*read: str, **others: Any) -> dict[str, Any]:
+    """Computes `Family.only` for code that reads some entries of `ONLY`, and other entries of its own."""
+    return {name: value for name, value in ONLY.items() if name not in read} | others
 
 
 _SIZES = "vocab_size", "hidden_size", "mlp_size", "num_layers", "num_q_heads", "max_seq_len"

@@ -1,27 +1,29 @@
-"""Gemma 2 and the text models of Gemma 3."""
+"""Gemma 2 and the text models of Gemma 3, which are published alone or in models that also see."""
 
+import dataclasses
 import functools
 from typing import Any
 
 from models.config import DecoderConfig
-from models.families import llama
 from models.families.family import (
     FULL,
     NUMBER,
     SLIDING,
     Family,
+    only,
     read_sizes,
     read_windows,
     write_sizes,
     write_windows,
 )
-from models.families.rope_entries import read_rope, read_rope_part, write_rope
+from models.families.rope_entries import read_rope, read_ropes, write_rope
 from models.json_object import JsonObject
 from models.rope import Rope
+from models.tensor_names import within
 
 _ACTIVATION = "gelu_pytorch_tanh"
-_ONLY = {name: value for name, value in llama.ONLY.items() if name != "hidden_act"}  # which is not read
-_ONLY |= {"hidden_activation": _ACTIVATION, "use_bidirectional_attention": False}
+# `hidden_act` is not read.
+_ONLY = only("hidden_act", hidden_activation=_ACTIVATION, use_bidirectional_attention=False)
 _DEFAULTS = {
     "tie_word_embeddings": True,
     "head_dim": 256,
@@ -82,24 +84,10 @@ def _write_gemma2(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _read_gemma3(values: JsonObject) -> dict[str, Any]:
-    rope, window_rope = _read_ropes(values)
+    theta = values.get("rope_theta", NUMBER, 1_000_000.0)
+    rope, window_rope = read_ropes(values, theta, values.get("rope_local_base_freq", NUMBER, 10_000.0))
     options = dict(use_qk_norm=True, rope=rope, window_rope=window_rope)
     return _read(values, period=values.get("sliding_window_pattern", int, 6)) | options
-
-
-def _read_ropes(values: JsonObject) -> tuple[Rope, Rope]:
-    """Reads the rotations of layers that see all tokens, which may be scaled, and of those with a window."""
-    part = values.part("rope_parameters")
-    if not {FULL, SLIDING}.issuperset(part.values):
-        raise values.error("rope_parameters", f"one set for {FULL} and one for {SLIDING}")
-    full, sliding = part.part(FULL), part.part(SLIDING)
-    scaling = values.part("rope_scaling")
-    if scaling.values:
-        full = scaling.with_defaults(full.values)
-    return (
-        read_rope_part(values, full, values.get("rope_theta", NUMBER, 1_000_000.0)),
-        read_rope_part(values, sliding, values.get("rope_local_base_freq", NUMBER, 10_000.0)),
-    )
 
 
 def _write_gemma3(config: DecoderConfig) -> dict[str, Any]:
@@ -115,4 +103,24 @@ GEMMA3 = _family(
     read=_read_gemma3,
     write=_write_gemma3,
     only=_ONLY | {"attn_logit_softcapping": None},
+)
+# What files leave out of the entries of a text model within another one.
+_WHOLE = {
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-6,
+}
+GEMMA3_WHOLE = dataclasses.replace(
+    GEMMA3,
+    architecture="Gemma3ForConditionalGeneration",
+    write=lambda config: None,
+    defaults=_DEFAULTS | _WHOLE,
+    names=lambda config: {**_NORMS, **within("language_model")},
+    part="text_config",
+    skipped=lambda values: {r"(vision_tower|multi_modal_projector)\..*": "the part that sees"},
 )

@@ -1,17 +1,15 @@
-"""Granite 4: Mamba-2 and attention, with multipliers and mixtures of experts."""
+"""Granite 3, Llama with multipliers; Granite 4, Mamba-2 and attention, with mixtures of experts too."""
 
 from typing import Any
 
-import numpy as np
-
 import kvcache_jax as kv
 from models.config import ATTENTION, RECURRENCE, DecoderConfig, Experts
-from models.families import llama
-from models.families.family import NUMBER, Family, read_head_dim, read_sizes, write_fields, write_sizes
+from models.families.aspects import BIASES, NO_WINDOWS, ROPE, Aspect, compose, fields, heads
+from models.families.family import NUMBER, only, write_fields
 from models.families.hybrid import LAYER_TYPES, Hybrid, mamba_names, refuse_time_step_limit
 from models.families.rope_entries import read_rope, write_rope
 from models.json_object import JsonObject
-from models.tensor_names import Names, Stored
+from models.tensor_names import Names, fused
 
 _HYBRID = Hybrid(
     kind=kv.Mamba2,
@@ -36,35 +34,35 @@ _MULTIPLIERS = {
     "attention_scale": "attention_multiplier",
     "logits_divisor": "logits_scaling",
 }
-_ENTRIES = {"mlp_size": "shared_intermediate_size"} | _EXPERTS | _MULTIPLIERS
+_SCALED = fields(_MULTIPLIERS, NUMBER)
+_ENTRIES = {"mlp_size": "shared_intermediate_size"} | _EXPERTS
 _POSITIONS, _NONE, _ROPE = "position_embedding_type", "nope", "rope"
 
 
-def _read(values: JsonObject) -> dict[str, Any]:
-    refuse_time_step_limit(values)
-    positions, num_experts = values.get(_POSITIONS, str, _NONE), values.get("num_local_experts", int)
+def _read_rope(values: JsonObject) -> dict[str, Any]:
+    positions = values.get(_POSITIONS, str, _NONE)
     if positions not in (_NONE, _ROPE):
         raise values.error(_POSITIONS, f"{_NONE} or {_ROPE}: nothing else is implemented")
-    return read_sizes(values) | dict(
-        num_kv_heads=values.get("num_key_value_heads", int),
-        head_dim=read_head_dim(values),
-        **_HYBRID.read(values),
-        rope=read_rope(values) if positions == _ROPE else None,
-        experts=values.read(Experts, _EXPERTS, first_layer=0, normalizes=True) if num_experts else None,
-        **{field: values.get(entry, NUMBER) for field, entry in _MULTIPLIERS.items()},
-    )
+    return {"rope": read_rope(values) if positions == _ROPE else None}
 
 
-def _write(config: DecoderConfig) -> dict[str, Any] | None:
-    mixers, experts = _HYBRID.write(config), config.experts
-    if mixers is None:
-        return None
-    values = write_sizes(config, _ENTRIES) | write_rope(config.rope) | write_fields(config, _MULTIPLIERS)
-    values |= {"head_dim": config.head_dim, "hidden_act": llama.ONLY["hidden_act"]}
-    values[_POSITIONS] = _NONE if config.rope is None else _ROPE
-    return (
-        values | mixers | ({"num_local_experts": 0} if experts is None else write_fields(experts, _EXPERTS))
-    )
+def _write_rope(config: DecoderConfig) -> dict[str, Any]:
+    return write_rope(config.rope) | {_POSITIONS: _NONE if config.rope is None else _ROPE}
+
+
+def _read_mixers(values: JsonObject) -> dict[str, Any]:
+    refuse_time_step_limit(values)
+    return _HYBRID.read(values)
+
+
+def _read_experts(values: JsonObject) -> dict[str, Any]:
+    if not values.get("num_local_experts", int):
+        return {"experts": None}
+    return {"experts": values.read(Experts, _EXPERTS, first_layer=0, normalizes=True)}
+
+
+def _write_experts(config: DecoderConfig) -> dict[str, Any]:
+    return {"num_local_experts": 0} if config.experts is None else write_fields(config.experts, _EXPERTS)
 
 
 def _names(config: DecoderConfig) -> Names:
@@ -86,15 +84,28 @@ def _names(config: DecoderConfig) -> Names:
 
 
 def _halves(module: str, tensor: str, size: int) -> Names:
-    gate, up = np.arange(2 * size).reshape(2, size)
-    return {f"{module}gate": Stored((tensor,), gate), f"{module}up": Stored((tensor,), up)}
+    return fused(tensor, {f"{module}gate": size, f"{module}up": size})
 
 
-GRANITE_4 = Family(
-    architecture="GraniteMoeHybridForCausalLM",
-    read=_read,
-    write=_write,
-    only=llama.ONLY | {"mamba_conv_bias": True, "mamba_proj_bias": False},
-    entries=_ENTRIES,
+GRANITE_3 = compose(
+    "GraniteForCausalLM",
+    heads(kv_heads_follow=True),
+    NO_WINDOWS,
+    ROPE,
+    BIASES,
+    _SCALED,
+    only=only("attention_bias", "mlp_bias", *_MULTIPLIERS.values()),
+    entries=_MULTIPLIERS,
+    defaults={entry: 1.0 for entry in _MULTIPLIERS.values()},
+)
+GRANITE_4 = compose(
+    "GraniteMoeHybridForCausalLM",
+    heads(),
+    Aspect(_read_mixers, _HYBRID.write),
+    Aspect(_read_rope, _write_rope),
+    Aspect(_read_experts, _write_experts),
+    _SCALED,
+    only=only(*_MULTIPLIERS.values(), mamba_conv_bias=True, mamba_proj_bias=False),
+    entries=_ENTRIES | _MULTIPLIERS,
     names=_names,
 )

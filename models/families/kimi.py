@@ -4,8 +4,18 @@ from typing import Any
 
 import kvcache_jax as kv
 from models.config import DecoderConfig, Experts
-from models.families import deepseek, llama
-from models.families.family import FULL, LINEAR, NUMBER, Family, read_sizes, write_fields, write_sizes
+from models.families import deepseek, mixtral
+from models.families.family import (
+    FULL,
+    LINEAR,
+    NUMBER,
+    ONLY,
+    Family,
+    only,
+    read_sizes,
+    write_fields,
+    write_sizes,
+)
 from models.families.hybrid import Hybrid
 from models.json_object import JsonObject
 from models.tensor_names import Names, Stored
@@ -28,7 +38,6 @@ _EXPERTS = {
     "num_used_groups": "topk_group",
 }
 _ENTRIES = {"max_seq_len": "model_max_length"} | _EXPERTS
-_DENSE, _SPARSE = "dense", "sparse"
 
 
 def _read(values: JsonObject) -> dict[str, Any]:
@@ -52,10 +61,7 @@ def _read(values: JsonObject) -> dict[str, Any]:
 
 
 def _read_experts(values: JsonObject, num_layers: int) -> Experts | None:
-    types = values.get("mlp_layer_types", list, None)
-    first = values.get("first_k_dense_replace", int, 1) if types is None else types.count(_DENSE)
-    if types is not None and types != _mlp_types(first, num_layers):
-        raise values.error("mlp_layer_types", f"{_DENSE}, then {_SPARSE}, for {num_layers} layers in all")
+    first = deepseek.read_first_layer(values)
     if first >= num_layers:
         return None
     return values.read(
@@ -69,23 +75,20 @@ def _read_experts(values: JsonObject, num_layers: int) -> Experts | None:
     )
 
 
-def _mlp_types(first: int, num_layers: int) -> list[str]:
-    return [_DENSE if layer < first else _SPARSE for layer in range(num_layers)]
-
-
 def _write(config: DecoderConfig) -> dict[str, Any] | None:
     mixers, latents, experts = _HYBRID.write(config), config.latents, config.experts
     if mixers is None or latents is None:
         return None
     values = write_sizes(config, _ENTRIES) | deepseek.write_latents(latents) | mixers
-    values |= {"hidden_act": llama.ONLY["hidden_act"]}
+    values |= {"hidden_act": ONLY["hidden_act"]}
+    first = config.num_layers if experts is None else experts.first_layer
+    values["mlp_layer_types"] = deepseek.mlp_types(first, config.num_layers)
     if experts is None:
-        return values | {"mlp_layer_types": _mlp_types(config.num_layers, config.num_layers)}
+        return values
     return {
         **values,
         **write_fields(experts, _EXPERTS),
-        "mlp_layer_types": _mlp_types(experts.first_layer, config.num_layers),
-        "num_shared_experts": experts.shared_size // experts.expert_size,
+        "num_shared_experts": deepseek.num_shared(experts),
         "routed_scaling_factor": experts.weight_scale,
         "moe_renormalize": experts.normalizes,
     }
@@ -106,11 +109,8 @@ def _names(config: DecoderConfig) -> Names:
         "recurrence.gate": "self_attn.g_b_proj",
         "recurrence.norm": "self_attn.o_norm",
         "recurrence.out": "self_attn.o_proj",
-        "mlp.router": "block_sparse_moe.gate",
+        **mixtral.NAMES,
         "mlp.router.bias": "block_sparse_moe.gate.e_score_correction_bias",
-        "mlp.expert_gate": "block_sparse_moe.experts.{expert}.w1",
-        "mlp.expert_up": "block_sparse_moe.experts.{expert}.w3",
-        "mlp.expert_down": "block_sparse_moe.experts.{expert}.w2",
         "mlp.shared.gate": "block_sparse_moe.shared_experts.gate_proj",
         "mlp.shared.up": "block_sparse_moe.shared_experts.up_proj",
         "mlp.shared.down": "block_sparse_moe.shared_experts.down_proj",
@@ -121,7 +121,7 @@ KIMI_LINEAR = Family(
     architecture="KimiLinearForCausalLM",
     read=_read,
     write=_write,
-    only=llama.ONLY | {"moe_layer_freq": 1, "mla_use_nope": True, "moe_router_activation_func": "sigmoid"},
+    only=only(moe_layer_freq=1, mla_use_nope=True, moe_router_activation_func="sigmoid"),
     defaults={"num_expert_group": 1, "topk_group": 1, "moe_renormalize": True},
     entries=_ENTRIES,
     names=_names,

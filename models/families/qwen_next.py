@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 
 import kvcache_jax as kv
-from models.config import DecoderConfig, Experts
-from models.families import llama
-from models.families.family import FULL, LINEAR, Family, read_sizes, write_fields, write_sizes
+from models.config import DecoderConfig
+from models.families.family import FULL, LINEAR, ONLY, Family, only, read_sizes, write_sizes
 from models.families.hybrid import Hybrid
+from models.families.qwen_moe import SHARED_NAMES, mixtures
 from models.families.rope_entries import read_rope, write_rope
 from models.json_object import JsonObject
 from models.tensor_names import Names, Stored
@@ -24,12 +24,7 @@ _HYBRID = Hybrid(
         "kernel": "linear_conv_kernel_dim",
     },
 )
-_EXPERTS = {
-    "num_experts": "num_experts",
-    "num_used": "num_experts_per_tok",
-    "expert_size": "moe_intermediate_size",
-    "shared_size": "shared_expert_intermediate_size",
-}
+_MIXTURES = mixtures(has_shared=True)
 
 
 def _read(values: JsonObject) -> dict[str, Any]:
@@ -48,33 +43,18 @@ def _read(values: JsonObject) -> dict[str, Any]:
     )
 
 
-def _read_next(values: JsonObject) -> dict[str, Any]:
-    options, dense = _read(values), values.get("mlp_only_layers", list, [])
-    if dense != list(range(len(dense))):
-        raise values.error("mlp_only_layers", "the first layers or none: nothing else is implemented")
-    if len(dense) >= options["num_layers"]:
-        return options
-    normalizes = values.get("norm_topk_prob", bool)
-    experts = dict(first_layer=len(dense), use_shared_gate=True, normalizes=normalizes)
-    return options | dict(experts=values.read(Experts, _EXPERTS, **experts))
-
-
 def _write(config: DecoderConfig) -> dict[str, Any] | None:
     mixers = _HYBRID.write(config)
     if mixers is None or config.rope is None:
         return None
     values = write_sizes(config) | write_rope(config.rope) | mixers
-    values |= {"head_dim": config.head_dim, "hidden_act": llama.ONLY["hidden_act"]}
+    values |= {"head_dim": config.head_dim, "hidden_act": ONLY["hidden_act"]}
     return values | {"partial_rotary_factor": config.rope.share}
 
 
 def _write_next(config: DecoderConfig) -> dict[str, Any] | None:
-    values, experts = _write(config), config.experts
-    if values is None or experts is None:
-        return None
-    values |= write_fields(experts, _EXPERTS)
-    dense = list(range(experts.first_layer))
-    return values | {"mlp_only_layers": dense, "norm_topk_prob": experts.normalizes}
+    values, experts = _write(config), _MIXTURES.write(config)
+    return None if values is None or experts is None else values | experts
 
 
 def _names(config: DecoderConfig) -> Names:
@@ -91,10 +71,7 @@ def _names(config: DecoderConfig) -> Names:
         "recurrence.convolution.kernel": Stored(("linear_attn.conv1d.weight",), unit_axes=(1,)),
         "recurrence.norm": "linear_attn.norm",
         "recurrence.out": "linear_attn.out_proj",
-        "mlp.shared.gate": "mlp.shared_expert.gate_proj",
-        "mlp.shared.up": "mlp.shared_expert.up_proj",
-        "mlp.shared.down": "mlp.shared_expert.down_proj",
-        "mlp.shared_gate": "mlp.shared_expert_gate",
+        **SHARED_NAMES,
     }
 
 
@@ -118,13 +95,17 @@ def _names_next(config: DecoderConfig) -> Names:
     }
 
 
-_ONLY = {name: value for name, value in llama.ONLY.items() if name != "partial_rotary_factor"}
-_family = functools.partial(Family, entries=_EXPERTS, defaults={"head_dim": 256, "norm_topk_prob": True})
-QWEN3_5 = _family(architecture="Qwen3_5ForCausalLM", read=_read, write=_write, only=_ONLY, names=_names)
+_family = functools.partial(
+    Family,
+    only=only("partial_rotary_factor"),
+    defaults={"head_dim": 256, "norm_topk_prob": True},
+    skipped=lambda values: {r"mtp\..*": "extra prediction layers"},
+)
+QWEN3_5 = _family(architecture="Qwen3_5ForCausalLM", read=_read, write=_write, names=_names)
 QWEN3_NEXT = _family(
     architecture="Qwen3NextForCausalLM",
-    read=_read_next,
+    read=lambda values: _read(values) | _MIXTURES.read(values),
     write=_write_next,
-    only=_ONLY | {"decoder_sparse_step": 1},
+    only=only("partial_rotary_factor", decoder_sparse_step=1),
     names=_names_next,
 )

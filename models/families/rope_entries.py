@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from models.families.family import NUMBER
+from models.families.family import FULL, NUMBER, SLIDING
 from models.json_object import JsonObject
 from models.rope import LinearScaling, Llama3Scaling, Rope, YarnScaling
 
@@ -19,6 +19,18 @@ def read_rope(values: JsonObject, **options: Any) -> Rope:
         name = part.prefix.removesuffix(".")
         raise values.error(name, "one set for all layers: nothing else is implemented")
     return read_rope_part(values, part, values.get("rope_theta", NUMBER, 10_000.0), **options)
+
+
+def read_ropes(values: JsonObject, theta: float, window_theta: float) -> tuple[Rope, Rope]:
+    """Reads the rotations of layers that see all tokens, which may be scaled, and of layers with a window."""
+    part = values.part("rope_parameters")
+    if not {FULL, SLIDING}.issuperset(part.values):
+        raise values.error("rope_parameters", f"one set for {FULL} and one for {SLIDING}")
+    full, sliding = part.part(FULL), part.part(SLIDING)
+    scaling = values.part("rope_scaling")
+    if scaling.values:
+        full = scaling.with_defaults(full.values)
+    return read_rope_part(values, full, theta), read_rope_part(values, sliding, window_theta)
 
 
 def read_rope_part(values: JsonObject, part: JsonObject, theta: float, **options: Any) -> Rope:

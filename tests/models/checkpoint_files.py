@@ -10,7 +10,26 @@ from models import checkpoint
 from models.checkpoint import CheckpointError
 
 FIXTURES = pathlib.Path(__file__).resolve().parent.parent / "fixtures"
-LONG = ("gemma2", "gemma3", "deepseek_v2", "deepseek_v3")
+BY_ASPECTS = (
+    "ministral",
+    "glm4_moe_lite",
+    "gemma3_whole",
+    "qwen3_moe",
+    "qwen2_moe",
+    "mixtral",
+    "gpt_oss",
+    "phi3",
+    "glm4",
+    "glm",
+    "olmo2",
+    "olmo3",
+    "smollm3",
+    "granite",
+    "llama_biases",
+    "seed_oss",
+)
+"""Families that differ from Llama in a few aspects."""
+LONG = ("gemma2", "gemma3", "deepseek_v2", "deepseek_v3", *BY_ASPECTS)
 """Families with prompts of 1 and of 300 tokens too."""
 EXPERTS = ("deepseek_v2_experts", "deepseek_v3_experts")
 HYBRIDS = (

@@ -1,9 +1,10 @@
 """The decoder on a cache, fed piece by piece, beside what transformers computed: committed fixtures.
 
-python -m tests.models.driver    # by family and number of tokens, how far logits are from transformers'
+python -m tests.models.driver [FAMILY ...]    # by family and number of tokens, how far logits are apart
 """
 
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,8 @@ from tests.models.checkpoint_files import FAMILIES, FIXTURES, LONG
 
 ATOL = 1e-4
 NUM_ROWS, ROW = 3, 1
-WIDTH = 59  # holds all tokens of a fixture: one program of a model takes prompts, pieces and single tokens
+# One program of a model takes prompts, pieces and single tokens of all fixtures.
+WIDTH, MAX_LEN = 59, 320
 
 
 @functools.cache
@@ -45,7 +47,7 @@ class Driver:
     """Feeds pieces of sequences to rows of one cache; every slot without a token holds NaN."""
 
     def __init__(
-        self, decoder: Decoder, lengths: dict[int, int], block_size: int = 16, max_seq_len: int = 64
+        self, decoder: Decoder, lengths: dict[int, int], block_size: int = 16, max_seq_len: int = MAX_LEN
     ):
         sizes = dict(max_seqs=NUM_ROWS, max_seq_len=max_seq_len, block_size=block_size)
         self.decoder = decoder
@@ -65,6 +67,22 @@ class Driver:
         return {row: np.asarray(logits)[row, : len(piece)] for row, piece in pieces.items()}
 
 
+def check_generation(driver: Driver, family: str, prompt_len: int, width: int, piece_len: int) -> None:
+    """Feeds a prompt of `family` in pieces, then the model's own choices one by one, in `ROW`."""
+    names = (f"{name}_{prompt_len}" for name in ("prompt", "greedy", "logits"))
+    prompt, greedy, want = (expected(family)[name] for name in names)
+    pieces = [prompt[start:][:piece_len] for start in range(0, prompt_len, piece_len)]
+    logits = np.concatenate([driver.feed({ROW: piece}, width)[ROW] for piece in pieces])
+    num_known = len(want) - len(greedy)  # of a prompt's last tokens
+    assert_close(logits[-num_known:], want[:num_known])
+    last, chosen = logits[-1], []
+    for i in range(len(greedy)):
+        chosen.append(int(last.argmax()))
+        [last] = driver.feed({ROW: np.array(chosen[-1:])}, width)[ROW]
+        assert_close(last, want[num_known + i])
+    assert chosen == greedy.tolist()
+
+
 def assert_close(got: np.ndarray, want: np.ndarray) -> None:
     assert got.dtype == np.float32 and got.shape == want.shape
     difference = np.abs(got - want).max()
@@ -76,14 +94,14 @@ def differences(family: str) -> dict[int, float]:
     found = {}
     for prompt in ("", "_1", "_300") if family in LONG else ("",):
         tokens, want = all_tokens(family, prompt), expected(family)[f"logits{prompt}"]
-        driver = Driver(load(family), {ROW: len(tokens)}, max_seq_len=320)
+        driver = Driver(load(family), {ROW: len(tokens)})
         logits = driver.feed({ROW: tokens}, max(len(tokens), WIDTH))[ROW]
-        found[len(tokens)] = float(np.abs(logits - want).max())
+        found[len(tokens)] = float(np.abs(logits[-len(want) :] - want).max())
     return found
 
 
 if __name__ == "__main__":
-    for name in FAMILIES:
+    for name in sys.argv[1:] or FAMILIES:
         print(
             f"{name:20}", *(f"{length:4} tokens {worst:.1e}" for length, worst in differences(name).items())
         )

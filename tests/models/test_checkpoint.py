@@ -33,13 +33,14 @@ from tests.support.helpers import assert_same, leaf_bytes
 QUERY = "model.layers.1.self_attn.q_proj.weight"
 SHARD = "model-00002-of-00003.safetensors"
 FLOAT32 = "e_score_correction_bias", ".A_log", ".dt_bias", ".D"
+OTHERS = "gemma3_whole", "phi3"  # whose queries are in other tensors
 EMBEDDING, UNEMBEDDING = "model.embed_tokens.weight", "lm_head.weight"
 
 
 # --- what loads ---
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in HYBRIDS])
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in (*HYBRIDS, *OTHERS)])
 def test_every_tensor_arrives_bit_for_bit(family):
     tensors = read_tensors(FIXTURES / family)
     decoder = checkpoint.load(FIXTURES / family)
@@ -102,6 +103,48 @@ def test_a_tied_matrix_may_be_stored_as_the_other_one(copy_checkpoint):
     assert_same(before, checkpoint.load(folder))
 
 
+@pytest.mark.parametrize(
+    ("family", "entries", "extra"),
+    [
+        ("deepseek_v3", dict(num_nextn_predict_layers=1), ["model.layers.3.eh_proj.weight"]),
+        (
+            "glm4_moe_lite",
+            dict(num_nextn_predict_layers=2),
+            ["model.layers.3.x", "model.layers.4.norm.weight"],
+        ),
+        ("qwen3_next", {}, ["mtp.fc.weight", "mtp.layers.0.norm.weight"]),
+    ],
+)
+def test_layers_that_predict_further_tokens_are_left_out(copy_checkpoint, caplog, family, entries, extra):
+    folder = copy_checkpoint(family)
+    before = checkpoint.load(folder)
+    edit_json(folder, **entries)
+    edit_tensors(folder, {name: np.ones(4, np.float32) for name in extra})
+    assert not caplog.records
+    assert_same(before, checkpoint.load(folder))
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{folder}: {len(extra)} tensors of extra prediction layers are left out"
+    ]
+    edit_tensors(folder, {"model.layers.9.norm.weight": np.ones(4, np.float32)})
+    refuses(folder, "unknown tensor model.layers.9.norm.weight$")
+    if entries:
+        edit_json(folder, num_nextn_predict_layers=0)
+        refuses(folder, f"unknown tensor {extra[0]}, ")
+
+
+def test_a_model_that_also_sees_is_its_text_model(tmp_path, caplog):
+    folder = FIXTURES / "gemma3_whole"
+    decoder, tensors = checkpoint.load(folder), read_tensors(folder)
+    [record] = caplog.records
+    assert record.getMessage() == f"{folder}: 34 tensors of the part that sees are left out"
+    prefix = "language_model."
+    checkpoint.save(tmp_path, decoder)
+    assert read_json(tmp_path)["model_type"] == "gemma3_text"
+    text = {name.removeprefix(prefix): tensors[name] for name in tensors if name.startswith(prefix)}
+    assert leaf_bytes(read_tensors(tmp_path)) == leaf_bytes(text)
+    assert_same(decoder, checkpoint.load(tmp_path))
+
+
 def test_stored_frequencies_are_not_read(copy_checkpoint):
     folder = copy_checkpoint("llama")
     before = checkpoint.load(folder)
@@ -114,7 +157,13 @@ def test_stored_frequencies_are_not_read(copy_checkpoint):
 # --- what is saved ---
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+SAVED_AS = {
+    "deepseek_v3": ("deepseek_v2", "DeepseekV2ForCausalLM"),  # with dense MLPs it is the layout of V2
+    "glm4_moe_lite": ("deepseek_v3", "DeepseekV3ForCausalLM"),
+}
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "gemma3_whole"])
 def test_a_saved_model_is_the_file_it_came_from(family, tmp_path):
     decoder = checkpoint.load(FIXTURES / family)
     checkpoint.save(tmp_path / "deep" / family, decoder)
@@ -128,8 +177,11 @@ def test_a_saved_model_is_the_file_it_came_from(family, tmp_path):
     assert_same(decoder, again)
     # Every entry that we write is the one that transformers wrote, where it wrote one.
     theirs, ours = read_json(FIXTURES / family), read_json(tmp_path / "deep" / family)
-    if family == "deepseek_v3":  # with dense MLPs it is the layout of V2: the first is taken
-        theirs |= {"model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"]}
+    if family == "mixtral":  # null is what they share of `hidden_size`
+        theirs |= {"head_dim": 8}
+    if family in SAVED_AS:  # the first of families is taken
+        model_type, architecture = SAVED_AS[family]
+        theirs |= {"model_type": model_type, "architectures": [architecture]}
     if family == "lfm2":  # what follows from these is written
         theirs |= {"intermediate_size": 40, "block_auto_adjust_ff_dim": False}
     if decoder.config.rope is not None:
@@ -139,11 +191,13 @@ def test_a_saved_model_is_the_file_it_came_from(family, tmp_path):
             rope = rope["full_attention"]
         for name in ("rope_theta", "partial_rotary_factor"):
             theirs |= {name: rope.pop(name)} if name in rope else {}
-        assert (ours.pop("rope_scaling") or {"rope_type": "default"}) == rope
+        # We write defaults too.
+        assert (ours.pop("rope_scaling") or {"rope_type": "default"}).items() >= rope.items()
     assert {name: ours[name] for name in ours if name in theirs} == {
         name: theirs[name] for name in theirs if name in ours
     }
-    assert ours.keys() - theirs.keys() <= {"head_dim", "num_hidden_layers"}
+    added = {"head_dim", "num_hidden_layers", "num_experts", "first_k_dense_replace", "sliding_window"}
+    assert ours.keys() - theirs.keys() <= added
 
 
 OWN = DecoderConfig(
@@ -194,6 +248,18 @@ MAMBA = MIXERS | dict(
     recurrence=kv.Mamba2(4, 3, state_dim=5, num_groups=2), attention_scale=0.5, embedding_scale=2.0
 )
 LFM2 = MIXERS | dict(recurrence=kv.ShortConvolution(num_channels=12, kernel=2), use_qk_norm=True)
+SOFTMAX = dict(first_layer=0, num_experts=4, num_used=2, expert_size=3)
+LATER = SOFTMAX | dict(first_layer=1)
+GPT_OSS = dict(
+    mlp_size=3,
+    windows=(5, None),
+    use_qkv_bias=True,
+    use_out_bias=True,
+    use_sink_logits=True,
+    mlp_activation="clamped_silu",
+    experts=Experts(**SOFTMAX, use_biases=True, normalizes=True),
+)
+OLMO = dict(use_pre_norms=False, use_post_norms=True, use_qk_norm=True, qk_norm_spans_heads=True)
 NEMOTRON = dict(
     num_layers=3,
     mixers=(RECURRENCE, None, ATTENTION),
@@ -236,6 +302,20 @@ NEMOTRON = dict(
         ("granitemoehybrid", MAMBA | dict(rope=Rope(theta=50.0), param_dtype=jnp.bfloat16)),
         ("nemotron_h", NEMOTRON),
         ("lfm2", LFM2 | dict(tie_embeddings=True)),
+        ("llama", dict(use_qkv_bias=True, use_out_bias=True, use_mlp_bias=True)),
+        ("ministral", dict(windows=(None, 5))),
+        ("seed_oss", dict(use_qkv_bias=True, use_mlp_bias=True)),
+        ("smollm3", dict(rotated=(True, False), use_mlp_bias=True)),
+        ("granite", dict(embedding_scale=3.0, residual_scale=0.5, attention_scale=0.2, logits_divisor=7.0)),
+        ("mixtral", dict(mlp_size=3, windows=(5, 5), experts=Experts(**SOFTMAX, normalizes=True))),
+        ("qwen2_moe", dict(experts=Experts(**LATER, shared_size=5, use_shared_gate=True))),
+        ("qwen3_moe", dict(use_qk_norm=True, experts=Experts(**LATER, normalizes=True))),
+        ("gpt_oss", GPT_OSS | dict(param_dtype=jnp.bfloat16)),
+        ("phi3", dict(rope=Rope(theta=50.0, share=2 / 3))),
+        ("glm", dict(rope=Rope(share=1 / 3, is_interleaved=True))),
+        ("glm4", dict(rope=Rope(share=1 / 3, is_interleaved=True), use_qkv_bias=True, use_post_norms=True)),
+        ("olmo2", OLMO),
+        ("olmo3", OLMO | dict(windows=(5, None), rope=Rope(scaling=YARN), window_rope=Rope())),
     ],
 )
 def test_an_own_model_comes_back(tmp_path, model_type, options):
@@ -285,8 +365,11 @@ def test_an_interruption_of_saving_leaves_no_mixture_of_two_models(copy_checkpoi
     "options",
     [
         dict(use_qkv_bias=True, use_qk_norm=True),
-        dict(windows=(5, None)),
+        dict(windows=(5, 6)),
         dict(use_qk_norm=True, windows=(5, 6)),
+        dict(use_sink_logits=True),
+        dict(rotated=(True, False), use_qk_norm=True),
+        dict(use_pre_norms=False),
         GEMMA | dict(attention_scale=0.3),  # no whole number's root
         GEMMA | dict(use_qk_norm=True, attention_soft_cap=2.0),
         LATENTS | dict(rope=Rope(scaling=WEIGHED)),  # which has a scale of its own

@@ -35,7 +35,7 @@ TINY = DecoderConfig(
 # --- parity ---
 
 
-@pytest.mark.quick_cases("gemma3", "deepseek_v3_experts")
+@pytest.mark.quick_cases("gemma3", "deepseek_v3_experts", "gpt_oss")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_of_one_call_are_those_of_transformers(family):
     tokens = all_tokens(family)
@@ -240,6 +240,24 @@ GEMMA = dict(
     attention_soft_cap=1.5,
     final_soft_cap=2.0,
 )
+SINKS = dict(
+    windows=(3, None),
+    use_qkv_bias=True,
+    use_out_bias=True,
+    use_sink_logits=True,
+    mlp_activation="clamped_silu",
+    experts=Experts(
+        first_layer=0, num_experts=5, num_used=3, expert_size=7, use_biases=True, normalizes=True
+    ),
+)
+OLMO = dict(
+    rotated=(True, False),
+    use_pre_norms=False,
+    use_post_norms=True,
+    use_qk_norm=True,
+    qk_norm_spans_heads=True,
+    use_mlp_bias=True,
+)
 EXPERTS = Experts(first_layer=0, num_experts=5, num_used=2, expert_size=7, shared_size=9, weight_scale=2.0)
 LATENTS = dict(
     num_kv_heads=4,
@@ -257,8 +275,10 @@ LATENTS = dict(
         (LATENTS, 12, 128),
         (LATENTS, 12, 0),
         (dict(experts=EXPERTS), 13, 0),
+        (SINKS, 19, 0),
+        (OLMO, 14, 0),
     ],
-    ids=["gemma", "absorbed", "expanded", "experts"],
+    ids=["gemma", "absorbed", "expanded", "experts", "sinks", "olmo"],
 )
 def test_gradients_reach_every_parameter(monkeypatch, options, num_parameters, most_absorbed):
     """Through the cache, with two kinds of layers: the slope along the gradient is its squared length."""

@@ -1,15 +1,24 @@
-"""Gemma and DeepSeek: prompts of 1 to 300 tokens, windows shorter than they, and what else is theirs."""
+"""Families by aspects, Gemma and DeepSeek: prompts of 1 to 300 tokens, and what else is theirs."""
 
 import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import kvcache_jax as kv
 from models.decoder import cache_config, forward
-from tests.models.driver import ROW, Driver, all_tokens, assert_close, expected, load
+from tests.models.checkpoint_files import BY_ASPECTS
+from tests.models.driver import (
+    ROW,
+    WIDTH,
+    Driver,
+    all_tokens,
+    assert_close,
+    check_generation,
+    expected,
+    load,
+)
 
 NARROW = 128  # tokens of a row, for which latents are not expanded
 # With windows and with latents: what else tells families apart does not depend on the length of a prompt.
@@ -17,34 +26,30 @@ FAMILIES = "gemma3", "deepseek_v2"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("prompt_len", [1, 300])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_prompts_of_other_lengths(family, prompt_len):
-    """In one call, for which latents are expanded; then the model's own choices, for which they are not."""
-    prompt, greedy, want = (
-        expected(family)[f"{name}_{prompt_len}"] for name in ("prompt", "greedy", "logits")
-    )
-    driver = Driver(load(family), {0: 140, ROW: prompt_len}, max_seq_len=320)
-    pieces = {ROW: prompt, 0: expected(family)["prompt_300"][::-1][:140]}
-    logits = driver.feed(pieces, 300)[ROW]
-    assert_close(logits, want[:prompt_len])
-    last, chosen = logits[-1], []
-    for i in range(len(greedy)):
-        chosen.append(int(last.argmax()))
-        [last] = driver.feed({ROW: np.array(chosen[-1:])}, NARROW)[ROW]
-        assert_close(last, want[prompt_len + i])
-    assert chosen == greedy.tolist()
+def test_a_long_prompt_in_one_call(family):
+    """For which latents are expanded; then the model's own choices, for which they are not."""
+    driver = Driver(load(family), {0: 140, ROW: 300})
+    tokens, want = all_tokens(family, "_300"), expected(family)["logits_300"]
+    num_new = len(expected(family)["greedy_300"])
+    logits = driver.feed({ROW: tokens[:-num_new], 0: tokens[::-1][:140]}, 300)[ROW]
+    assert_close(logits[num_new - len(want) :], want[:-num_new])
+    for i in range(-num_new, 0):
+        assert_close(driver.feed({ROW: tokens[i:][:1]}, NARROW)[ROW], want[i:][:1])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_long_prompt_in_pieces(family):
     """For whose width latents are read as they are."""
-    tokens, want = all_tokens(family, "_300"), expected(family)["logits_300"]
-    driver = Driver(load(family), {ROW: len(tokens)}, max_seq_len=320)
-    for start in range(0, len(tokens), 121):
-        piece = tokens[start : start + 121]
-        assert_close(driver.feed({ROW: piece}, NARROW)[ROW], want[start : start + len(piece)])
+    check_generation(Driver(load(family), {ROW: 300}), family, 300, NARROW, 121)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", BY_ASPECTS)
+def test_prompts_of_one_token_and_of_more_than_a_window(family):
+    for prompt_len in (1, 300):
+        check_generation(Driver(load(family), {0: 5, ROW: prompt_len}), family, prompt_len, WIDTH, 37)
 
 
 def test_latents_are_expanded_where_a_row_has_room_for_more_than_128_tokens(monkeypatch):

@@ -1,0 +1,39 @@
+"""Phi-3, 3.5 and 4: Llama whose projections are fused, and of whose heads a part may be rotated."""
+
+from typing import Any
+
+from models.config import DecoderConfig
+from models.families.aspects import ALL_WINDOWS, Aspect, compose, heads, rope
+from models.families.family import only
+from models.json_object import JsonObject
+from models.tensor_names import Names, fused
+
+_ROPE = rope(share=1.0)
+
+
+def _read_rope(values: JsonObject) -> dict[str, Any]:
+    """In this family "yarn" is another name of "longrope"."""
+    found = _ROPE.read(values)
+    if found["rope"].scaling is not None:
+        raise values.error("rope_scaling", "null: rotations that are scaled are not implemented here")
+    return found
+
+
+def _names(config: DecoderConfig) -> Names:
+    q_size, kv_size = config.num_q_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    return {
+        **fused(
+            "self_attn.qkv_proj", {"attention.q": q_size, "attention.k": kv_size, "attention.v": kv_size}
+        ),
+        **fused("mlp.gate_up_proj", {"mlp.gate": config.mlp_size, "mlp.up": config.mlp_size}),
+    }
+
+
+PHI_3 = compose(
+    "Phi3ForCausalLM",
+    heads(kv_heads_follow=True),
+    ALL_WINDOWS,
+    Aspect(_read_rope, _ROPE.write),
+    only=only("partial_rotary_factor"),
+    names=_names,
+)
