@@ -59,7 +59,9 @@ def compose(
         return found | dict(options or {})
 
     def write(config: DecoderConfig) -> dict[str, Any] | None:
-        values = write_sizes(config, entries) | {"hidden_act": ONLY["hidden_act"]}
+        values = write_sizes(config, entries)
+        if "hidden_act" in only:
+            values["hidden_act"] = only["hidden_act"]
         for aspect in aspects:
             written = aspect.write(config)
             if written is None:

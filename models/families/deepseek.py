@@ -4,6 +4,7 @@ import functools
 from typing import Any
 
 from models.config import DecoderConfig, Experts, Latents
+from models.families.aspects import Aspect
 from models.families.family import NUMBER, ONLY, Family, only, read_sizes, write_fields, write_sizes
 from models.families.rope_entries import read_rope, write_rope
 from models.json_object import ENTRIES, JsonObject
@@ -32,28 +33,24 @@ def latent_names(config: DecoderConfig) -> Names:
     return _LATENTS | _RANKED_QUERIES if has_rank else _LATENTS
 
 
-def read_latents(values: JsonObject) -> Latents:
-    """Reads the sizes of latent attention."""
-    return values.read(Latents, _SIZES, q_rank=values.get("q_lora_rank", int, None))
+def _read_latents(values: JsonObject) -> dict[str, Any]:
+    latents = values.read(Latents, _SIZES, q_rank=values.get("q_lora_rank", int, None))
+    num_kv_heads = values.get("num_key_value_heads", int, values.get_field("num_q_heads", int))
+    return dict(num_kv_heads=num_kv_heads, head_dim=latents.nope_dim + latents.rope_dim, latents=latents)
 
 
-def write_latents(latents: Latents) -> dict[str, Any]:
-    """Computes the inverse of `read_latents`."""
-    return write_fields(latents, _SIZES) | {"q_lora_rank": latents.q_rank}
+def _write_latents(config: DecoderConfig) -> dict[str, Any] | None:
+    latents = config.latents
+    return None if latents is None else write_fields(latents, _SIZES) | {"q_lora_rank": latents.q_rank}
+
+
+LATENTS = Aspect(_read_latents, _write_latents)
 
 
 def _read(values: JsonObject, interleaves: bool) -> dict[str, Any]:
-    sizes = read_sizes(values)
-    latents = read_latents(values)
-    head_dim = latents.nope_dim + latents.rope_dim
-    rope = read_rope(values, is_interleaved=interleaves)
-    return sizes | dict(
-        num_kv_heads=values.get("num_key_value_heads", int, sizes["num_q_heads"]),
-        head_dim=head_dim,
-        latents=latents,
-        attention_scale=_attention_scale(head_dim, rope),
-        rope=rope,
-    )
+    options, rope = LATENTS.read(values), read_rope(values, is_interleaved=interleaves)
+    scale = _attention_scale(options["head_dim"], rope)
+    return read_sizes(values) | options | dict(attention_scale=scale, rope=rope)
 
 
 def _attention_scale(head_dim: int, rope: Rope) -> float | None:
@@ -65,14 +62,14 @@ def _attention_scale(head_dim: int, rope: Rope) -> float | None:
 
 
 def _write(config: DecoderConfig) -> dict[str, Any] | None:
-    latents = config.latents
+    latents = LATENTS.write(config)
     if latents is None or config.rope is None:
         return None
     return {
         **write_sizes(config),
         **write_rope(config.rope),
         "hidden_act": ONLY["hidden_act"],
-        **write_latents(latents),
+        **latents,
         **_written_experts(config.experts, config.num_layers),
     }
 

@@ -29,8 +29,7 @@ def _read_format(values: JsonObject) -> dict[str, Any]:
 
 
 def _names(config: DecoderConfig) -> Names:
-    size = 0 if config.experts is None else config.experts.expert_size
-    gate, up = np.arange(2 * size).reshape(-1, 2).T
+    gate, up = np.arange(2 * config.mlp_size).reshape(-1, 2).T  # as wide as an expert
     stacked = "mlp.experts.gate_up_proj"
     return {
         "attention.sink_logits": "self_attn.sinks",

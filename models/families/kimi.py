@@ -5,17 +5,8 @@ from typing import Any
 import kvcache_jax as kv
 from models.config import DecoderConfig, Experts
 from models.families import deepseek, mixtral
-from models.families.family import (
-    FULL,
-    LINEAR,
-    NUMBER,
-    ONLY,
-    Family,
-    only,
-    read_sizes,
-    write_fields,
-    write_sizes,
-)
+from models.families.aspects import Aspect, compose
+from models.families.family import FULL, LINEAR, NUMBER, only, write_fields
 from models.families.hybrid import Hybrid
 from models.json_object import JsonObject
 from models.tensor_names import Names, Stored
@@ -40,31 +31,24 @@ _EXPERTS = {
 _ENTRIES = {"max_seq_len": "model_max_length"} | _EXPERTS
 
 
-def _read(values: JsonObject) -> dict[str, Any]:
-    sizes, latents = read_sizes(values), deepseek.read_latents(values)
+def _read_mixers(values: JsonObject) -> dict[str, Any]:
+    num_layers = values.get_field("num_layers", int)
     published = values.part("linear_attn_config")  # counts layers from 1
-    full = published.get("full_attn_layers", list, range(5, sizes["num_layers"] + 1, 4))
-    implied = [FULL if layer in full else LINEAR for layer in range(1, sizes["num_layers"] + 1)]
+    full = published.get("full_attn_layers", list, range(5, num_layers + 1, 4))
+    implied = [FULL if layer in full else LINEAR for layer in range(1, num_layers + 1)]
     spelled = {
         "linear_num_heads": published.get("num_heads", int, 32),
         "linear_head_dim": published.get("head_dim", int, 128),
         "linear_conv_kernel_dim": published.get("short_conv_kernel_size", int, 4),
     }
-    return sizes | dict(
-        num_kv_heads=values.get("num_key_value_heads", int, sizes["num_q_heads"]),
-        head_dim=latents.nope_dim + latents.rope_dim,
-        latents=latents,
-        **_HYBRID.read(values.with_defaults(spelled), implied),
-        rope=None,
-        experts=_read_experts(values, sizes["num_layers"]),
-    )
+    return _HYBRID.read(values.with_defaults(spelled), implied)
 
 
-def _read_experts(values: JsonObject, num_layers: int) -> Experts | None:
+def _read_experts(values: JsonObject) -> dict[str, Any]:
     first = deepseek.read_first_layer(values)
-    if first >= num_layers:
-        return None
-    return values.read(
+    if first >= values.get_field("num_layers", int):
+        return {"experts": None}
+    experts = values.read(
         Experts,
         _EXPERTS,
         first_layer=first,
@@ -73,21 +57,16 @@ def _read_experts(values: JsonObject, num_layers: int) -> Experts | None:
         normalizes=values.get("moe_renormalize", bool),
         is_sigmoid=True,
     )
+    return {"experts": experts}
 
 
-def _write(config: DecoderConfig) -> dict[str, Any] | None:
-    mixers, latents, experts = _HYBRID.write(config), config.latents, config.experts
-    if mixers is None or latents is None:
-        return None
-    values = write_sizes(config, _ENTRIES) | deepseek.write_latents(latents) | mixers
-    values |= {"hidden_act": ONLY["hidden_act"]}
-    first = config.num_layers if experts is None else experts.first_layer
-    values["mlp_layer_types"] = deepseek.mlp_types(first, config.num_layers)
+def _write_experts(config: DecoderConfig) -> dict[str, Any]:
+    experts, num_layers = config.experts, config.num_layers
     if experts is None:
-        return values
+        return {"mlp_layer_types": deepseek.mlp_types(num_layers, num_layers)}
     return {
-        **values,
         **write_fields(experts, _EXPERTS),
+        "mlp_layer_types": deepseek.mlp_types(experts.first_layer, num_layers),
         "num_shared_experts": deepseek.num_shared(experts),
         "routed_scaling_factor": experts.weight_scale,
         "moe_renormalize": experts.normalizes,
@@ -117,10 +96,12 @@ def _names(config: DecoderConfig) -> Names:
     }
 
 
-KIMI_LINEAR = Family(
-    architecture="KimiLinearForCausalLM",
-    read=_read,
-    write=_write,
+KIMI_LINEAR = compose(
+    "KimiLinearForCausalLM",
+    deepseek.LATENTS,
+    Aspect(_read_mixers, _HYBRID.write),
+    Aspect(_read_experts, _write_experts),
+    options={"rope": None},
     only=only(moe_layer_freq=1, mla_use_nope=True, moe_router_activation_func="sigmoid"),
     defaults={"num_expert_group": 1, "topk_group": 1, "moe_renormalize": True},
     entries=_ENTRIES,

@@ -5,9 +5,9 @@ from typing import Any
 
 import kvcache_jax as kv
 from models.config import ATTENTION, RECURRENCE, DecoderConfig
-from models.families.family import FULL, NUMBER, Family, read_head_dim, read_sizes, write_sizes
+from models.families.aspects import ROPE, Aspect, compose, heads
+from models.families.family import FULL, NUMBER
 from models.families.hybrid import Hybrid
-from models.families.rope_entries import read_rope, write_rope
 from models.json_object import JsonObject
 from models.tensor_names import Names, Stored
 
@@ -17,22 +17,18 @@ _HYBRID = Hybrid(
     sizes={"num_channels": "hidden_size", "kernel": "conv_L_cache"},
     types={_CONV: RECURRENCE, FULL: ATTENTION},
 )
-_ENTRIES = {"norm_eps": "norm_eps"}
 
 
-def _read(values: JsonObject) -> dict[str, Any]:
-    sizes = read_sizes(values)
-    layers = range(sizes["num_layers"])
+def _read_mixers(values: JsonObject) -> dict[str, Any]:
+    layers = range(values.get_field("num_layers", int))
     full = values.get("full_attn_idxs", list, layers)
-    return sizes | dict(
-        mlp_size=_mlp_size(values),
-        num_kv_heads=values.get("num_key_value_heads", int),
-        head_dim=read_head_dim(values),
-        **_HYBRID.read(values, [FULL if layer in full else _CONV for layer in layers]),
-        use_qk_norm=True,
-        rope=read_rope(values.with_defaults({"rope_theta": 1_000_000.0})),
-        tie_embeddings=values.get("tie_embedding", bool, sizes["tie_embeddings"]),
-    )
+    return _HYBRID.read(values, [FULL if layer in full else _CONV for layer in layers])
+
+
+def _read_embeddings(values: JsonObject) -> dict[str, Any]:
+    """Its own name of whether they are tied goes before the name that most use."""
+    own = values.get("tie_embedding", bool, None)
+    return {} if own is None else {"tie_embeddings": own}
 
 
 def _mlp_size(values: JsonObject) -> int:
@@ -44,14 +40,6 @@ def _mlp_size(values: JsonObject) -> int:
         raise values.error("block_multiple_of", "a positive number")
     size = int(values.get("block_ffn_dim_multiplier", NUMBER, 1.0) * int(2 * size / 3))
     return multiple * math.ceil(size / multiple)
-
-
-def _write(config: DecoderConfig) -> dict[str, Any] | None:
-    mixers = _HYBRID.write(config)
-    if mixers is None:
-        return None
-    values = write_sizes(config, _ENTRIES) | write_rope(config.rope) | mixers
-    return values | {"head_dim": config.head_dim, "block_auto_adjust_ff_dim": False}
 
 
 def _names(config: DecoderConfig) -> Names:
@@ -71,17 +59,24 @@ def _names(config: DecoderConfig) -> Names:
     }
 
 
-LFM2 = Family(
-    architecture="Lfm2ForCausalLM",
-    read=_read,
-    write=_write,
+LFM2 = compose(
+    "Lfm2ForCausalLM",
+    heads(),
+    Aspect(_read_mixers, _HYBRID.write),
+    ROPE,
+    Aspect(_read_embeddings, lambda config: {}),
+    Aspect(
+        lambda values: {"mlp_size": _mlp_size(values)}, lambda config: {"block_auto_adjust_ff_dim": False}
+    ),
+    options={"use_qk_norm": True},
     only={"conv_bias": False, "quantization_config": None},
     defaults={
+        "rope_theta": 1_000_000.0,
         "tie_word_embeddings": True,
         "conv_L_cache": 3,
         "block_auto_adjust_ff_dim": True,
         "block_multiple_of": 256,
     },
-    entries=_ENTRIES,
+    entries={"norm_eps": "norm_eps"},
     names=_names,
 )

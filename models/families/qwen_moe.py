@@ -1,5 +1,6 @@
 """Qwen2 and Qwen3 with mixtures of experts, which Qwen3-Next has too."""
 
+import functools
 from typing import Any
 
 from models.config import DecoderConfig, Experts
@@ -44,25 +45,12 @@ def mixtures(*, has_shared: bool) -> Aspect:
     return Aspect(read, write)
 
 
-ONLY = only(use_sliding_window=False, decoder_sparse_step=1)
-QWEN2_MOE = compose(
-    "Qwen2MoeForCausalLM",
-    heads(),
-    UNUSED_WINDOWS,
-    ROPE,
-    fields({"use_qkv_bias": "qkv_bias"}, bool, True),
-    mixtures(has_shared=True),
-    only=ONLY,
-    defaults={"norm_topk_prob": False},
-    names=lambda config: SHARED_NAMES,
-)
-QWEN3_MOE = compose(
-    "Qwen3MoeForCausalLM",
-    heads(),
-    UNUSED_WINDOWS,
-    ROPE,
-    mixtures(has_shared=False),
-    options={"use_qk_norm": True},
-    only=ONLY,
+_family = functools.partial(
+    compose,
+    only=only(use_sliding_window=False, decoder_sparse_step=1),
     defaults={"norm_topk_prob": False},
 )
+_SHAPE = heads(), UNUSED_WINDOWS, ROPE
+_BIASES, _SHARING = fields({"use_qkv_bias": "qkv_bias"}, bool, True), mixtures(has_shared=True)
+QWEN2_MOE = _family("Qwen2MoeForCausalLM", *_SHAPE, _BIASES, _SHARING, names=lambda config: SHARED_NAMES)
+QWEN3_MOE = _family("Qwen3MoeForCausalLM", *_SHAPE, mixtures(has_shared=False), options={"use_qk_norm": True})

@@ -3,11 +3,13 @@
 import json
 import pathlib
 
+import jax.numpy as jnp
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from models import checkpoint
 from models.checkpoint import CheckpointError
+from models.config import DecoderConfig
 
 FIXTURES = pathlib.Path(__file__).resolve().parent.parent / "fixtures"
 BY_ASPECTS = (
@@ -43,6 +45,19 @@ HYBRIDS = (
 )
 """Families with recurrent layers."""
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "qwen2_windows", *LONG, *EXPERTS, *HYBRIDS)
+SIZES = DecoderConfig(
+    vocab_size=97,
+    hidden_size=32,
+    mlp_size=48,
+    num_layers=2,
+    num_q_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    max_seq_len=256,
+    dtype=jnp.bfloat16,
+    param_dtype=jnp.bfloat16,
+)
+"""What fixtures have where their options say nothing."""
 
 
 def read_json(folder, name="config.json"):

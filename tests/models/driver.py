@@ -83,6 +83,29 @@ def check_generation(driver: Driver, family: str, prompt_len: int, width: int, p
     assert chosen == greedy.tolist()
 
 
+@functools.partial(jax.jit, donate_argnums=1)
+def packed_step_fn(decoder, cache, tokens, num_new):
+    cache, step = kv.extend(cache, num_new, num_tokens=tokens.shape[0], seq_ids=jnp.array([2, 0, 1]))
+    logits, cache = forward(decoder, tokens, cache, step)
+    return cache, logits
+
+
+def check_packed(decoder: Decoder, family: str, pieces: list[list[int]], num_tokens: int, **sizes) -> None:
+    """Feeds the same text to three rows in packed steps, of which each takes so many of the next tokens."""
+    tokens, want = all_tokens(family), expected(family)["logits"]
+    cache = kv.init(cache_config(decoder.config, max_seqs=NUM_ROWS, max_seq_len=64, **sizes))
+    cache, _ = kv.allocate(cache, [0, 1, 2], [0, 0, 0])
+    starts = np.zeros(NUM_ROWS, int)
+    for num_new in pieces:
+        spans = [*zip(starts, starts + num_new, strict=True)]
+        packed = np.concatenate([tokens[start:end] for start, end in spans])
+        packed = np.pad(packed, (0, num_tokens - len(packed)))
+        cache, logits = packed_step_fn(decoder, cache, packed, np.array(num_new, np.int32))
+        wanted = np.concatenate([want[start:end] for start, end in spans])
+        assert_close(np.asarray(logits)[: len(wanted)], wanted)
+        starts += num_new
+
+
 def assert_close(got: np.ndarray, want: np.ndarray) -> None:
     assert got.dtype == np.float32 and got.shape == want.shape
     difference = np.abs(got - want).max()

@@ -7,24 +7,12 @@ import jax.numpy as jnp
 import pytest
 
 from models import checkpoint
-from models.config import DecoderConfig, Experts, Latents
+from models.config import Experts, Latents
 from models.layers import activated
 from models.rope import LinearScaling, Rope, YarnScaling
-from tests.models.checkpoint_files import FIXTURES, edit_json, read_json, refuses
+from tests.models.checkpoint_files import FIXTURES, SIZES, edit_json, read_json, refuses
 
-SIZES = DecoderConfig(
-    vocab_size=97,
-    hidden_size=32,
-    mlp_size=48,
-    num_layers=2,
-    num_q_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    max_seq_len=512,
-    norm_eps=1e-3,
-    dtype=jnp.bfloat16,
-    param_dtype=jnp.bfloat16,
-)
+WIDE = dataclasses.replace(SIZES, max_seq_len=512, norm_eps=1e-3)
 EXPERTS = dict(first_layer=0, num_experts=6, num_used=2, expert_size=12)
 YARN = YarnScaling(factor=8.0, original_max_seq_len=64)
 GLM = Rope(share=0.5, is_interleaved=True)
@@ -116,7 +104,7 @@ def test_configs_say_what_the_files_say():
         "seed_oss": dict(head_dim=16, use_qkv_bias=True, use_mlp_bias=True, norm_eps=1e-6),
     }
     for family, options in wanted.items():
-        assert checkpoint.load_config(FIXTURES / family) == dataclasses.replace(SIZES, **options), family
+        assert checkpoint.load_config(FIXTURES / family) == dataclasses.replace(WIDE, **options), family
 
 
 def test_defaults_of_the_published_code(tmp_path):

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import pytest
 
 from models import checkpoint
-from models.config import DecoderConfig
 from models.rope import Llama3Scaling, Rope
 from tests.models.checkpoint_files import (
     FIXTURES,
+    SIZES,
     edit_json,
     read_json,
     refuses,
@@ -19,17 +19,7 @@ from tests.models.checkpoint_files import (
 
 
 def test_configs_say_what_the_files_say():
-    sizes = DecoderConfig(
-        vocab_size=97,
-        hidden_size=32,
-        mlp_size=48,
-        num_layers=2,
-        num_q_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        max_seq_len=256,
-    )
-    narrow = dataclasses.replace(sizes, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+    narrow, sizes = SIZES, dataclasses.replace(SIZES, dtype=jnp.float32, param_dtype=jnp.float32)
     scaling = Llama3Scaling(factor=8, low_freq_factor=1, high_freq_factor=4, original_max_seq_len=64)
     wanted = {
         "llama": dataclasses.replace(

@@ -25,7 +25,7 @@ from models.decoder import (
 )
 from models.rope import LinearScaling, Llama3Scaling, Rope
 from tests.models.checkpoint_files import FAMILIES, FIXTURES
-from tests.models.driver import NUM_ROWS, ROW, WIDTH, Driver, all_tokens, assert_close, expected, load
+from tests.models.driver import ROW, WIDTH, Driver, all_tokens, assert_close, check_packed, expected, load
 
 TINY = DecoderConfig(
     vocab_size=13, hidden_size=12, mlp_size=10, num_layers=2, num_q_heads=4, num_kv_heads=2, head_dim=6
@@ -73,29 +73,10 @@ def test_greedy_tokens_through_the_cache_are_those_of_transformers(family, block
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2_windows", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen2_windows", "deepseek_v3", "gpt_oss"])
 def test_packed_tokens_give_the_same_logits(family):
-    """With full layers and windows, and with latents, which are read as they are."""
-    decoder, tokens = load(family), all_tokens(family)
-    want = expected(family)["logits"]
-    cache = kv.init(cache_config(decoder.config, max_seqs=NUM_ROWS, max_seq_len=64, block_size=4))
-    cache, _ = kv.allocate(cache, [0, 1, 2], [0, 0, 0])
-
-    @functools.partial(jax.jit, donate_argnums=1)
-    def packed_step_fn(decoder, cache, tokens, num_new):
-        cache, step = kv.extend(cache, num_new, num_tokens=tokens.shape[0], seq_ids=jnp.array([2, 0, 1]))
-        logits, cache = forward(decoder, tokens, cache, step)
-        return cache, logits
-
-    starts = np.zeros(NUM_ROWS, int)
-    for num_new in ([7, 0, 13], [1, 14, 6], [11, 8, 1]):
-        ends = starts + num_new
-        pieces = [tokens[start:end] for start, end in zip(starts, ends, strict=True)]
-        packed = np.concatenate([*pieces, np.zeros(23 - sum(num_new), np.int32)])
-        cache, logits = packed_step_fn(decoder, cache, packed, np.array(num_new, np.int32))
-        wanted = np.concatenate([want[start:end] for start, end in zip(starts, ends, strict=True)])
-        assert_close(np.asarray(logits)[: sum(num_new)], wanted)
-        starts = ends
+    """With full layers and windows, with latents, which are read as they are, and with experts."""
+    check_packed(load(family), family, [[7, 0, 13], [1, 14, 6], [11, 8, 1]], 23, block_size=4)
 
 
 @pytest.mark.slow

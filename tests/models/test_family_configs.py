@@ -4,13 +4,12 @@ import dataclasses
 import math
 import shutil
 
-import jax.numpy as jnp
 import pytest
 
 from models import checkpoint
-from models.config import DecoderConfig, Experts, Latents
+from models.config import Experts, Latents
 from models.rope import LinearScaling, Rope, YarnScaling
-from tests.models.checkpoint_files import FIXTURES, edit_json, refuses
+from tests.models.checkpoint_files import FIXTURES, SIZES, edit_json, refuses
 
 GEMMA = dict(
     head_dim=8,
@@ -30,17 +29,7 @@ EXPERTS = dict(
 
 
 def test_configs_of_gemma_and_deepseek_say_what_the_files_say():
-    sizes = DecoderConfig(
-        vocab_size=97,
-        hidden_size=32,
-        mlp_size=48,
-        num_layers=5,
-        num_q_heads=4,
-        num_kv_heads=2,
-        **GEMMA,
-        dtype=jnp.bfloat16,
-        param_dtype=jnp.bfloat16,
-    )
+    sizes = dataclasses.replace(SIZES, num_layers=5, **GEMMA)
     latents = dataclasses.replace(
         sizes,
         num_layers=3,

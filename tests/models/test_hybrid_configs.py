@@ -2,29 +2,16 @@
 
 import dataclasses
 
-import jax.numpy as jnp
 import pytest
 
 import kvcache_jax as kv
 from models import checkpoint
-from models.config import ATTENTION, RECURRENCE, DecoderConfig, Experts, Latents
+from models.config import ATTENTION, RECURRENCE, Experts, Latents
 from models.rope import Rope
-from tests.models.checkpoint_files import FIXTURES, edit_json, read_json, refuses
+from tests.models.checkpoint_files import FIXTURES, SIZES, edit_json, read_json, refuses
 
 R, A = RECURRENCE, ATTENTION
-SIZES = DecoderConfig(
-    vocab_size=97,
-    hidden_size=32,
-    mlp_size=48,
-    num_layers=4,
-    num_q_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    max_seq_len=256,
-    norm_eps=1e-3,
-    dtype=jnp.bfloat16,
-    param_dtype=jnp.bfloat16,
-)
+FOUR = dataclasses.replace(SIZES, num_layers=4, norm_eps=1e-3)
 DELTA = kv.GatedDeltaNet(4, 12, key_dim=8, num_key_heads=2, kernel=4)
 QWEN = dict(head_dim=16, recurrence=DELTA, norm_offset=1.0, use_qk_norm=True, use_attention_gate=True)
 EXPERTS = dict(first_layer=0, num_experts=6, num_used=2, expert_size=12, shared_size=20, normalizes=True)
@@ -88,7 +75,7 @@ def test_configs_of_hybrids_say_what_the_files_say():
         num_layers=4, mixers=(R, None, A, None), experts=Experts(**EXPERTS, is_sigmoid=True, weight_scale=2.5)
     )
     for family, options in wanted.items():
-        assert checkpoint.load_config(FIXTURES / family) == dataclasses.replace(SIZES, **options), family
+        assert checkpoint.load_config(FIXTURES / family) == dataclasses.replace(FOUR, **options), family
 
 
 def test_qwens_as_they_were_published_are_read(copy_checkpoint):

@@ -1,19 +1,16 @@
 """Decoders with recurrent layers: in pieces of any lengths, packed, stacked and not, and refused by name."""
 
 import dataclasses
-import functools
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvcache_jax as kv
 from models.config import ATTENTION, RECURRENCE
-from models.decoder import cache_config, forward, unstacked
+from models.decoder import cache_config, unstacked
 from models.first_layers import first_layers
 from tests.models.checkpoint_files import HYBRIDS
-from tests.models.driver import NUM_ROWS, ROW, Driver, all_tokens, assert_close, expected, load
+from tests.models.driver import ROW, Driver, all_tokens, assert_close, check_packed, expected, load
 
 PIECES = 7, 1, 1, 13, 1, 2, 16, 1, 1, 9, 1, 1, 1, 1, 3
 NARROW = 16  # tokens of a row: the state's block
@@ -39,25 +36,7 @@ def test_pieces_of_all_lengths_and_single_tokens(family):
 @pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h", "lfm2"])
 def test_packed_steps_and_single_layers_compute_the_same(family):
     """With two stacks in a run, with layers that keep nothing, and with convolutions alone."""
-    decoder, tokens, want = load(family), all_tokens(family), expected(family)["logits"]
-    cache = kv.init(cache_config(decoder.config, max_seqs=NUM_ROWS, max_seq_len=64))
-    cache, _ = kv.allocate(cache, [0, 1, 2], [0, 0, 0])
-
-    @functools.partial(jax.jit, donate_argnums=1)
-    def packed_step_fn(decoder, cache, tokens, num_new):
-        cache, step = kv.extend(cache, num_new, num_tokens=tokens.shape[0], seq_ids=jnp.array([2, 0, 1]))
-        logits, cache = forward(decoder, tokens, cache, step)
-        return cache, logits
-
-    starts = np.zeros(NUM_ROWS, int)
-    for num_new in ([7, 0, 18], [1, 20, 6], [16, 1, 8], [1, 1, 1]):
-        ends = starts + num_new
-        pieces = [tokens[start:end] for start, end in zip(starts, ends, strict=True)]
-        packed = np.concatenate([*pieces, np.zeros(27 - sum(num_new), np.int32)])
-        cache, logits = packed_step_fn(unstacked(decoder), cache, packed, np.array(num_new, np.int32))
-        wanted = np.concatenate([want[start:end] for start, end in zip(starts, ends, strict=True)])
-        assert_close(np.asarray(logits)[: sum(num_new)], wanted)
-        starts = ends
+    check_packed(unstacked(load(family)), family, [[7, 0, 18], [1, 20, 6], [16, 1, 8], [1, 1, 1]], 27)
 
 
 def test_a_program_holds_one_period_of_a_run():
