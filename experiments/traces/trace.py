@@ -45,10 +45,10 @@ class Trace(NamedTuple):
         return np.minimum(num_hits * np.int64(self.tokens_per_id), self.num_tokens)
 
 
-def add_trace_options(parser: argparse.ArgumentParser, **options: Any) -> None:
+def add_trace_options(parser: argparse.ArgumentParser, *, is_required: bool = True, **options: Any) -> None:
     """Adds --trace, with options of argparse, and --tokens-per-id."""
     add, text = parser.add_argument, "requests, see experiments/traces/trace.py"
-    add("--trace", type=Path, required=True, metavar="FILE", help=text, **options)
+    add("--trace", type=Path, required=is_required, metavar="FILE", help=text, **options)
     add("--tokens-per-id", type=integer(1, 2**31 - 1), default=512, metavar="N", help="default: 512")
 
 

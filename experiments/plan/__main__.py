@@ -1,0 +1,185 @@
+"""Question: how many tokens, rows and hits does a device's memory hold beside a model's weights?
+
+Command: python -m experiments.plan CONFIG.json --memory 80GiB [--trace FILE] [--dtype D] [--format F]
+         [--lengths N ...] [--query-len N] [--block-size N] [--step ROWS] [--json] [--picture FILE]
+Answer:  Llama 3 8B in bfloat16 takes 131,072 bytes a token: beside its 15.0 GiB of weights 80 GiB hold
+  532,000 tokens, 130 rows of 4,096. DeepSeek-V3's latents take 70,272. Of Mooncake's conversations such a
+  cache of Llama finds 4.6% of the tokens, an endless one 37.4%; the knee is at 35.7%, 2.3 TiB.
+
+CONFIG is a config.json, or its folder; of the model nothing is loaded. A token's bytes are those of the pools
+that `kv.init` makes, by layer group: layers with windows and recurrences hold a bounded number of tokens or
+states for a row, so that rows are counted for each length. The weights are as large as the safetensors file
+beside CONFIG or its index says, else as what `checkpoint.load` would make. `--step ROWS` compiles a decode
+step of so many rows for this machine's device, and takes what it needs beside weights and pools off the room.
+
+With `--trace`, requests in the format of `experiments.traces.trace`: the hit rate of an LRU of every size,
+from one pass. The knee is where the curve is farthest above the straight line between its ends (Kneedle:
+Satopää et al., 2011). A cached token counts as what the layers that keep all tokens store of it.
+"""
+
+import argparse
+import functools
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import kvcache_jax as kv
+from experiments.common import command
+from experiments.common.report import add_options, deliver
+from experiments.plan.report import draw, show
+from experiments.plan.weights import weight_bytes
+from experiments.traces.stack_distances import hit_rates
+from experiments.traces.trace import Trace, add_trace_options, read_trace
+from kvcache_jax.core.describe import control_bytes
+from models.config import DecoderConfig
+from models.config_json import read_config
+from models.decoder import Decoder, cache_config, forward, is_on_gpu, stacked, unstacked
+
+LENGTHS = 1024, 4096, 16384, 65536
+_UNITS = {unit: 1024**i for i, unit in enumerate(("", "KiB", "MiB", "GiB", "TiB"))}
+_UNITS |= {unit: 1000**i for i, unit in enumerate(("B", "KB", "MB", "GB", "TB"))}
+
+
+def memory(text: str) -> int:
+    """An argparse `type`: bytes, such as 80GiB."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)", text)
+    if match is None or match[2] not in _UNITS or not (size := int(float(match[1]) * _UNITS[match[2]])):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a size such as 80GiB or 24e9")
+    return size
+
+
+def groups(config: kv.CacheConfig) -> list[dict[str, Any]]:
+    """What a row of the config's longest length takes, by layer group."""
+    return [
+        {
+            "kind": group.kind.label,
+            "num_layers": group.num_layers,
+            "token_bytes": group.block_bytes / group.block_size,
+            "keeps_all": group.span.keeps_all,
+            "row_bytes": group.max_held_blocks * group.block_bytes,
+        }
+        for group in config.groups
+        if group.arrays
+    ]
+
+
+def rows_that_fit(make: Callable[..., kv.CacheConfig], length: int, room: int) -> dict[str, int]:
+    """Counts the rows of a length whose pools and control state take at most `room` bytes."""
+
+    def need(num_rows: int) -> int:
+        config = make(max_seqs=num_rows, max_seq_len=length)
+        return kv.memory_bytes(config) + control_bytes(config)
+
+    row_bytes, num_rows = kv.memory_bytes(make(max_seqs=1, max_seq_len=length)), 0
+    if need(1) <= room:
+        num_rows = room // row_bytes
+        while num_rows > 1 and (more := need(num_rows) - room) > 0:
+            num_rows -= -(-more // row_bytes)
+    return {"length": length, "row_bytes": row_bytes, "num_rows": num_rows}
+
+
+def hits(trace: Trace, token_bytes: int, room: int) -> dict[str, Any]:
+    """The hit rates of caches of all sizes, at `room` bytes and at the knee."""
+    by_block, by_token = hit_rates(trace)
+    block_bytes = token_bytes * trace.tokens_per_id
+    knee = int(np.argmax(by_token / max(by_token[-1], 1e-9) - np.linspace(0, 1, len(by_token))))
+
+    def at(num_blocks: int) -> dict[str, Any]:
+        i = min(num_blocks, len(by_token) - 1)
+        rates = dict(hit_rate_blocks=float(by_block[i]), hit_rate_tokens=float(by_token[i]))
+        return {"num_blocks": i, "bytes": i * block_bytes, **rates}
+
+    spots = {"memory": at(room // block_bytes), "knee": at(knee), "endless": at(len(by_token))}
+    return {"block_bytes": block_bytes, "spots": spots, "hit_rate_tokens": by_token.tolist()}
+
+
+def step_bytes(model: DecoderConfig, config: kv.CacheConfig) -> int:
+    """Counts the bytes that a decode step of all rows takes beside its arguments on this device."""
+    layout = unstacked if is_on_gpu(jnp.zeros(())) else stacked
+    decoder = jax.eval_shape(lambda: layout(Decoder(model, rngs=nnx.Rngs(0))))
+    tokens = jax.ShapeDtypeStruct((config.max_seqs, 1), jnp.int32)
+
+    @functools.partial(jax.jit, donate_argnums=1)
+    def step_fn(decoder: Decoder, cache: kv.Cache, tokens: jax.Array) -> tuple[kv.Cache, jax.Array]:
+        cache, step = kv.extend(cache, jnp.ones(config.max_seqs, jnp.int32), max_new=1)
+        logits, cache = forward(decoder, tokens, cache, step)
+        return cache, logits.argmax(axis=-1)
+
+    program = step_fn.lower(decoder, jax.eval_shape(lambda: kv.init(config)), tokens).compile()
+    return program.memory_analysis().temp_size_in_bytes  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def plan(model: DecoderConfig, weights: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    """Plans a model's memory.
+
+    Raises:
+      InputError: there is no room beside the weights.
+      ValueError: a cache of such sizes cannot be.
+    """
+    quantise = options.format and functools.partial(kv.Quantised, format=options.format)
+
+    def make(max_seqs: int, max_seq_len: int) -> kv.CacheConfig:
+        sizes = dict(max_seqs=max_seqs, max_seq_len=max_seq_len, block_size=options.block_size)
+        max_query_len = min(options.query_len, max_seq_len)
+        return cache_config(model, quantise=quantise, max_query_len=max_query_len, **sizes)
+
+    lengths = options.lengths or [n for n in LENGTHS if n < model.max_seq_len] + [model.max_seq_len]
+    found = groups(make(1, max(lengths)))
+    step = step_bytes(model, make(options.step, min(lengths))) if options.step else 0
+    room = options.memory - weights["bytes"] - step
+    if room <= 0:
+        raise command.InputError(
+            f"got --memory of {options.memory:,} bytes, expected more than {options.memory - room:,}, which "
+            "weights and steps take: take a larger device, or several"
+        )
+    return {
+        "memory": options.memory,
+        "weights": weights,
+        "step_bytes": step,
+        "room": room,
+        "groups": found,
+        "token_bytes": round(sum(group["token_bytes"] for group in found if group["keeps_all"])),
+        "lengths": [rows_that_fit(make, length, room) for length in sorted({*lengths})],
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = command.Parser("experiments.plan", __doc__)
+    parser.add_argument(
+        "config", type=Path, metavar="CONFIG", help="config.json of a checkpoint, or its folder"
+    )
+    parser.add_argument("--memory", type=memory, required=True, metavar="SIZE", help="of the device: 80GiB")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="default: what CONFIG says")
+    parser.add_argument("--format", choices=("int8", "int4", "fp8"), help="of quantised keys and values")
+    parser.add_argument(
+        "--lengths", type=command.integer(1), nargs="+", metavar="N", help="of rows, in tokens"
+    )
+    parser.add_argument("--query-len", type=command.integer(1), default=512, metavar="N", help="default: 512")
+    parser.add_argument("--block-size", type=command.integer(1), default=16, metavar="N", help="default: 16")
+    parser.add_argument("--step", type=command.integer(1), metavar="ROWS", help="also compile a decode step")
+    add_trace_options(parser, is_required=False)
+    add_options(parser)
+    options = parser.parse_args(arguments)
+    path = options.config / "config.json" if options.config.is_dir() else options.config
+    try:
+        model = read_config(path, options.dtype)
+        found = plan(model, weight_bytes(path.parent, model, options.dtype), options)
+        trace = options.trace and read_trace(options.trace, options.tokens_per_id)
+    except ValueError as error:  # of the config, the trace or the sizes
+        parser.error(str(error))
+    if trace:
+        if not found["token_bytes"]:
+            parser.error(f"got --trace with {path}, of which no layer keeps all tokens: leave --trace out")
+        found["trace"] = {"name": options.trace.name, **hits(trace, found["token_bytes"], found["room"])}
+    deliver({"config": str(path)} | found, options, show, draw)
+    return 0
+
+
+if __name__ == "__main__":
+    command.run(main)

@@ -1,0 +1,188 @@
+"""The planner: bytes as `init` makes them, rows that fit and no more, hits of an LRU of each size."""
+
+import argparse
+import json
+
+import jax
+import numpy as np
+import pytest
+
+import kvcache_jax as kv
+from experiments.plan import __main__ as planner
+from experiments.plan.weights import parameter_bytes, weight_bytes
+from experiments.traces.stack_distances import hit_rates
+from experiments.traces.trace import read_trace
+from kvcache_jax.core.describe import control_bytes
+from models import checkpoint
+from models.decoder import cache_config
+from tests.experiments.trace_maker import LONGEST, TOKENS_PER_ID, lru_hits, make_requests, write
+from tests.models.checkpoint_files import FAMILIES, FIXTURES
+
+LLAMA_3_8B = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500_000.0,
+    "torch_dtype": "bfloat16",
+}
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3",
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "num_nextn_predict_layers": 1,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "n_shared_experts": 1,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "max_position_embeddings": 163840,
+    "rms_norm_eps": 1e-6,
+    "torch_dtype": "bfloat16",
+}
+
+
+def run(capsys, *arguments):
+    assert planner.main([str(argument) for argument in arguments]) == 0
+    return capsys.readouterr().out
+
+
+def refusal(capsys, *arguments):
+    with pytest.raises(SystemExit) as stopped:
+        planner.main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    assert stopped.value.code == 2 and captured.err.count("\n") == 1 and not captured.out
+    return captured.err
+
+
+@pytest.mark.parametrize(
+    ("values", "token_bytes", "num_parameters"),
+    [(LLAMA_3_8B, 131_072, 8_030_261_248), (DEEPSEEK_V3, 70_272, 671_026_419_200)],
+    ids=["Llama 3 8B", "DeepSeek-V3"],
+)
+def test_published_figures(tmp_path, capsys, values, token_bytes, num_parameters):
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    report = json.loads(run(capsys, tmp_path, "--memory", "2TB", "--json"))
+    assert report["token_bytes"] == token_bytes
+    # Of them the corrections of routers are float32.
+    num_corrections = 58 * 256 if "n_group" in values else 0
+    assert report["weights"] == {
+        "bytes": 2 * (num_parameters + num_corrections),
+        "source": "config.json",
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bytes_are_those_of_pools_and_rows_fit(family):
+    model = checkpoint.load_config(FIXTURES / family)
+
+    def make(max_seqs, max_seq_len):
+        return cache_config(model, max_seqs=max_seqs, max_seq_len=max_seq_len, max_query_len=16)
+
+    for length, room in ((40, 100_000), (250, 1_000_000), (250, 100)):
+        found = planner.rows_that_fit(make, length, room)
+        fits = []
+        for num_rows in (found["num_rows"], found["num_rows"] + 1):
+            config = make(max(num_rows, 1), length)
+            pools = jax.eval_shape(lambda config=config: kv.init(config)).pools
+            num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pools))
+            assert num_bytes == max(num_rows, 1) * found["row_bytes"]
+            fits.append(num_rows == 0 or num_bytes + control_bytes(config) <= room)
+        assert fits == [True, False]
+    config = make(1, 250)
+    assert sum(group["row_bytes"] for group in planner.groups(config)) == kv.memory_bytes(config)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "qwen3_moe", "gemma3", "gpt_oss"])
+def test_weights_are_as_large_as_the_files_say(family):
+    folder = FIXTURES / family
+    config = checkpoint.load_config(folder)
+    found = weight_bytes(folder, config, None)
+    source = "model.safetensors.index.json" if family == "qwen3" else "model.safetensors"
+    assert found == {"bytes": parameter_bytes(config), "source": source}
+    wide = checkpoint.load_config(folder, dtype="float32")
+    assert weight_bytes(folder, wide, "float32") == {
+        "bytes": parameter_bytes(wide),
+        "source": "config.json",
+    }
+
+
+def test_hits_of_all_sizes_are_those_of_a_dict(tmp_path):
+    requests = make_requests()
+    trace = read_trace(write(tmp_path, requests), TOKENS_PER_ID)
+    by_block, by_token = hit_rates(trace)
+    assert len(by_block) == trace.num_distinct + 1 and by_block[0] == 0 == by_token[0]
+    for num_blocks in (*range(LONGEST, trace.num_distinct, 7), trace.num_distinct):
+        num_hits = np.array(lru_hits(requests, num_blocks)[0])
+        assert by_block[num_blocks] == pytest.approx(num_hits.sum() / trace.num_ids.sum())
+        num_tokens = trace.num_hit_tokens(num_hits).sum()
+        assert by_token[num_blocks] == pytest.approx(num_tokens / trace.num_tokens.sum())
+
+
+def test_a_plan_with_a_trace_and_a_picture(tmp_path, capsys):
+    path, trace = tmp_path / "plan.png", write(tmp_path, make_requests())
+    arguments = FIXTURES / "gpt_oss", "--memory", "4MiB", "--lengths", 8, 300, "--trace", trace
+    report = json.loads(run(capsys, *arguments, "--picture", path, "--json"))
+    assert path.read_bytes().startswith(b"\x89PNG")
+    full, windows = report["groups"][1], report["groups"][0]
+    assert (full["token_bytes"], full["keeps_all"]) == (256.0, True) and not windows["keeps_all"]
+    spots = report["trace"]["spots"]
+    held = min(report["room"] // (256 * TOKENS_PER_ID), spots["endless"]["num_blocks"])
+    assert spots["memory"]["num_blocks"] == held < spots["knee"]["num_blocks"]
+    rates = np.array(report["trace"]["hit_rate_tokens"])
+    above = rates / rates[-1] - np.arange(len(rates)) / (len(rates) - 1)
+    assert above[spots["knee"]["num_blocks"]] == above.max()
+    text = run(capsys, *arguments)
+    assert "256 bytes a token" in text and "2 x FullAttention" in text and "hits of trace.jsonl" in text
+    small = json.loads(run(capsys, FIXTURES / "llama", "--memory", "4MiB", "--format", "int8", "--json"))
+    assert small["token_bytes"] < 2 * 2 * 2 * 16 * 2
+
+
+@pytest.mark.slow
+def test_a_step_takes_room(capsys):
+    arguments = FIXTURES / "llama", "--memory", "4MiB", "--json"
+    with_step = json.loads(run(capsys, *arguments, "--step", 3, "--no-cache"))
+    assert with_step["step_bytes"] > 0
+    assert json.loads(run(capsys, *arguments))["room"] == with_step["room"] + with_step["step_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"), [("80GiB", 80 * 2**30), ("24 GB", 24 * 10**9), ("1.5KiB", 1536), ("7", 7)]
+)
+def test_sizes(text, num_bytes):
+    assert planner.memory(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "0", "GiB", "3 pages", "-1GiB", "0.1B"])
+def test_what_is_no_size(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="expected a size such as 80GiB"):
+        planner.memory(text)
+
+
+def test_bad_input_is_one_sentence(tmp_path, capsys):
+    trace, llama = write(tmp_path, make_requests()), FIXTURES / "llama"
+    assert "nowhere is not there" in refusal(capsys, "/nowhere/config.json", "--memory", "1GiB")
+    assert "expected more than" in refusal(capsys, llama, "--memory", "1KiB")
+    assert "expected a size such as" in refusal(capsys, llama, "--memory", "much")
+    said = refusal(capsys, FIXTURES / "mistral", "--memory", "1GiB", "--trace", trace)
+    assert "of which no layer keeps all tokens: leave --trace out" in said
+    assert "cannot be read" in refusal(capsys, llama, "--memory", "1GiB", "--trace", "/nowhere")
+    (tmp_path / "config.json").write_text((llama / "config.json").read_text())
+    (tmp_path / "model.safetensors").write_bytes(b"short")
+    said = refusal(capsys, tmp_path, "--memory", "1GiB")
+    assert "model.safetensors (5 bytes) is not a whole safetensors file" in said
