@@ -21,5 +21,6 @@ MIXTRAL = compose(
     ROPE,
     experts(EXPERTS, normalizes=True),
     entries=EXPERTS,
+    defaults={"rope_theta": 1_000_000.0},
     names=lambda config: NAMES,
 )

@@ -124,7 +124,8 @@ def test_defaults_of_the_published_code(tmp_path):
     assert moe.experts == Experts(**EXPERTS | dict(num_experts=9))
     assert not config("qwen2_moe", qkv_bias=False).use_qkv_bias
     assert config("qwen2_moe", mlp_only_layers=[0, 1, 2]).experts is None
-    assert config("mixtral", "sliding_window").windows == ()
+    mixtral = config("mixtral", "sliding_window", "rope_parameters")
+    assert (mixtral.windows, mixtral.rope) == ((), Rope(theta=1e6))
     oss = config("gpt_oss", "rope_parameters", "layer_types", "sliding_window", "attention_bias")
     assert oss.windows == (128, None) * 2 and oss.use_out_bias
     assert oss.rope.theta == 150_000 and oss.rope.scaling.factor == 32 and not oss.rope.scaling.truncate
