@@ -158,6 +158,7 @@ def write_down(state: EngineState, drawn: Drawn, options: Options) -> EngineStat
     finish = jnp.where(stops, Finish.STOP, finish).astype(jnp.int32)
     is_undrawn = (finish == Finish.NAN_LOGITS) | (finish == Finish.NO_TOKEN)
     has_ended = finish != Finish.NOT_YET
+    is_first = (num_tokens > 0) & (get_at(state.num_generated, slots, 1) == 0)
 
     is_new = order < num_tokens[:, None]
     start = get_at(requests.start, slots, 0) + state.row_length
@@ -184,6 +185,7 @@ def write_down(state: EngineState, drawn: Drawn, options: Options) -> EngineStat
         num_generated=add_at(state.num_generated, slots, num_tokens),
         row_request=jnp.where(has_ended, requests.num_slots, slots),
         is_ended=state.is_ended | has_ended,
+        has_news=state.has_news | (has_ended | is_first).any(),
         service=add_at(state.service, client, weight),
     )
     num_generated = jnp.sum(num_tokens, dtype=jnp.int32)

@@ -109,6 +109,7 @@ class EngineState:
       is_ended: bool[max_seqs], the row is to be freed.
       may_publish: bool[max_seqs], its blocks were computed under the present weights.
       may_admit: bool[], something changed since the last request did not fit.
+      has_news: bool[], a request got its first token or ended since the last check-in.
       service: i32[clients], weighted tokens that each client got, above the least of clients with requests.
       outbox: i32[any, width], events since the last check-in; see `note_in_outbox`.
       outbox_len: i32[].
@@ -125,6 +126,7 @@ class EngineState:
     is_ended: jax.Array
     may_publish: jax.Array
     may_admit: jax.Array
+    has_news: jax.Array
     service: jax.Array
     outbox: jax.Array
     outbox_len: jax.Array
@@ -165,10 +167,15 @@ class EngineState:
         return ((self.phase >= Phase.WAITING) & (self.phase <= Phase.PREEMPTED)).any()
 
 
-def empty_state(cache: Cache, sizes: TableSizes, outbox_shape: tuple[int, int]) -> EngineState:
-    """Makes the state of an engine without requests on an idle cache; all but the cache in numpy."""
+def empty_state(
+    cache: Cache, sizes: TableSizes, outbox_shape: tuple[int, int], counters: Any = 0
+) -> EngineState:
+    """Makes the state of an engine without requests on an idle cache; all but the cache in numpy.
 
-    def zeros(*shape: int, fill: int = 0, dtype: Any = np.int32) -> Any:
+    `counters` u32[len(EngineCounter)] go on from another state's.
+    """
+
+    def zeros(*shape: int, fill: Any = 0, dtype: Any = np.int32) -> Any:
         return np.full(shape, fill, dtype)
 
     num_slots, max_seqs = sizes.num_slots, cache.max_seqs
@@ -183,10 +190,11 @@ def empty_state(cache: Cache, sizes: TableSizes, outbox_shape: tuple[int, int]) 
         is_ended=zeros(max_seqs, dtype=bool),
         may_publish=zeros(max_seqs, dtype=bool),
         may_admit=zeros(dtype=bool),
+        has_news=zeros(dtype=bool),
         service=zeros(sizes.num_clients),
         outbox=zeros(*outbox_shape),
         outbox_len=zeros(),
-        counters=zeros(len(EngineCounter), dtype=np.uint32),
+        counters=zeros(len(EngineCounter), fill=counters, dtype=np.uint32),
     )
 
 

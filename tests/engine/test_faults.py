@@ -63,7 +63,7 @@ def test_a_dispatch_that_raises_keeps_what_it_was_to_end(monkeypatch):
 
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
         patch.setattr(Shards, "run", fail)
-        engine.drain()
+        engine.drain(max_steps=2)
     note(said, engine)
     assert said[1, 0][2] == "cancelled"
     expect(said, [requests[0], requests[2], ask([4], 3, 4)])
