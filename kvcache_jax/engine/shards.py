@@ -124,7 +124,7 @@ class Shards:
         if self._mesh is None:
             if inboxes[0] is not self._latest:
                 self._latest = self._placed = inboxes[0]
-            elif self._placed is self._latest:
+            elif self._placed is self._latest and len(self._home.device_set) == 1:
                 # One that comes again, as it does without news, is copied to the device once.
                 self._placed = jax.device_put(inboxes[0], self._home)
             return self._placed
@@ -213,7 +213,8 @@ def _program_at(home: Sharding, config: CacheConfig) -> Any:
         run,
         static_argnames=("model", "options"),
         donate_argnames="state",
-        in_shardings=(None, None, home, home),
+        # On a mesh jax compiles a second program for an inbox that is there already.
+        in_shardings=(None, None, home, home) if len(home.device_set) == 1 else None,
         out_shardings=(_homes(home, config), home),
     )
 
