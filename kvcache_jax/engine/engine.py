@@ -312,23 +312,20 @@ class Engine:
         Raises:
           EngineFailed: the device, or a callback in the model, failed, now or before; see `reset`.
         """
-        length, num_ahead = None, _DISPATCHES_AHEAD
         if max_steps is not None:
             max_steps = static_count("max_steps", max_steps, most=self._steps, most_name="steps_per_dispatch")
-            length = Length(max_steps, max_steps)
         with self._consumer:
             _ = self._device.state
             if self.num_unfinished or self._has_new_weights:
                 self._compile()
-            begun_s = time.thread_time()
-            if length is None:
-                num_ahead = self._pace.num_ahead(time.monotonic())
+            begun_s, pace = time.thread_time(), self._pace.choose(time.monotonic())
+            length, num_ahead = (Length(max_steps, max_steps), _DISPATCHES_AHEAD) if max_steps else pace
             with uninterrupted(), self._lock:
                 self._end_late()
                 while self._device.num_in_flight < num_ahead and (
                     self.num_unfinished or self._has_new_weights
                 ):
-                    self._dispatch(length or self._pace.length())
+                    self._dispatch(length)
             launching_s = time.thread_time() - begun_s
             if self._device.num_in_flight:
                 arrival = self._device.arrival()

@@ -1,13 +1,13 @@
 """The length of dispatches, and how many are under way: as short, and as few, as the host's part allows.
 
-Who comes, and what was drawn, waits for the dispatch under way, so dispatches are short. But each costs the
-host some time, to pack, launch, read and deliver it, in which a device without another dispatch stands still.
+Who comes, and what was drawn, waits for what is under way, so dispatches are short. But each costs the host
+some time, to pack, launch, read and deliver it, in which a device without another dispatch stands still.
 """
 
 import math
 from typing import NamedTuple
 
-_SHARE, _MOST_SHARE = 0.02, 0.03
+_SHARE, _MOST_SHARE = 0.025, 0.03
 """The host's share of the time by which a dispatch is so long, and up to which news may end it earlier."""
 _LATELY_S = 1.0
 _KEPT = 0.8
@@ -34,18 +34,19 @@ class Pace:
         self._late_s = self._late_host_s = 0.0  # in the last second or so
         self._noted_at = self._news_at = -math.inf
 
-    def length(self) -> Length:
-        """Chooses the length of the next dispatch."""
-        if not self._step_s:
-            return Length(1, 1)
-        most = math.ceil(self._host_s / (_SHARE * self._step_s))
-        most = min(max(most, 1), self._most_steps)
-        is_cheap = self._late_host_s < _MOST_SHARE * self._late_s
-        return Length(1 if is_cheap else most, most)
+    def choose(self, now: float) -> tuple[Length, int]:
+        """Chooses the length of the next dispatch, and how many are under way with it.
 
-    def num_ahead(self, now: float) -> int:
-        """Chooses how many dispatches are under way: one while requests come and go, which wait for all."""
-        return 1 if now - self._news_at < _LATELY_S else 2
+        While requests come and go it is one, and else two, for which the device never waits. These are half
+        as long, so that a request that comes then waits for as many steps.
+        """
+        num_ahead = 1 if now - self._news_at < _LATELY_S else 2
+        if not self._step_s:
+            return Length(1, 1), num_ahead
+        most = math.ceil(self._host_s / (_SHARE * self._step_s * num_ahead))
+        most = min(max(most, 1), self._most_steps)
+        is_cheap = self._late_host_s < _MOST_SHARE * num_ahead * self._late_s
+        return Length(1 if is_cheap else most, most), num_ahead
 
     def note_news(self, now: float) -> None:
         """Hears that a request came, got its first token, or ended."""
