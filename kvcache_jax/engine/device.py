@@ -117,7 +117,7 @@ class Device:
         is_late = reports.is_ready()  # type: ignore  # jax.Array's type does not name it
         try:
             found = self.read(reports)
-        except jax.errors.JaxRuntimeError as error:
+        except Exception as error:
             self._failure = error
             _ = self.state
             raise

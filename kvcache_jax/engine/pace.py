@@ -7,7 +7,7 @@ some time, to pack, launch, read and deliver it, in which a device without anoth
 import math
 from typing import NamedTuple
 
-_SHARE, _MOST_SHARE = 0.025, 0.03
+_SHARE, _MOST_SHARE = 0.02, 0.03
 """The host's share of the time by which a dispatch is so long, and up to which news may end it earlier."""
 _LATELY_S = 1.0
 _KEPT = 0.8
