@@ -1,4 +1,4 @@
-"""What the host makes of reports: events for the consumer, counts, and the times of each request."""
+"""Delivery of reports: events for the consumer, counts, and the times of each request."""
 
 from collections import deque
 from collections.abc import Sequence

@@ -274,7 +274,7 @@ class Engine:
             return self._delivery.figures(self._device.read.num_reads)
 
     def metrics(self) -> dict[str, Any]:
-        """Figures, counts and latencies under the names of vLLM's metrics; reads nothing.
+        """Returns figures, counts and latencies under the names of vLLM's metrics; reads nothing.
 
         Returns:
           {name: number}. Of `vllm:request_success` it is {finish reason: number}, of a histogram, such as

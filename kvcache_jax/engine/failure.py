@@ -1,4 +1,4 @@
-"""What an engine survives: errors of the device and of callbacks, and interrupts."""
+"""Errors of the device and of callbacks, and interrupts: an engine survives them."""
 
 import contextlib
 import signal

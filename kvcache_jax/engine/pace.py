@@ -1,7 +1,7 @@
 """The length of dispatches, and how many are under way: as short, and as few, as the host's part allows.
 
 Who comes, and what was drawn, waits for what is under way, so dispatches are short. But each costs the host
-some time, to pack, launch, read and deliver it, in which a device without another dispatch stands still.
+some time, to pack, launch, read and deliver it, in which a device without another dispatch does nothing.
 """
 
 import math
