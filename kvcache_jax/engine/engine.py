@@ -100,8 +100,11 @@ class Engine:
       >>> engine = kv.Engine(forward, {}, config)
       >>> engine.push([kv.GenerationRequest([1, 2], 3), kv.GenerationRequest([4], 2)])
       2
-      >>> sorted((event.id, event.tokens, event.finish_reason) for event in engine)
-      [(0, [3, 4, 5], 'length'), (1, [5, 6], 'length')]
+      >>> answers = {0: [], 1: []}
+      >>> for event in engine:
+      ...     answers[event.id] += event.tokens
+      >>> answers
+      {0: [3, 4, 5], 1: [5, 6]}
     """
 
     def __init__(
