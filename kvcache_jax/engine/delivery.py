@@ -8,7 +8,7 @@ import numpy as np
 from kvcache_jax.engine.events import EngineFigures, TokenEvent
 from kvcache_jax.engine.metrics import Metrics
 from kvcache_jax.engine.program import HEADER_LEN, Report
-from kvcache_jax.engine.state import NO_TOKEN, NUM_COLUMNS, EngineCounter, Finish
+from kvcache_jax.engine.state import NO_TOKEN, NUM_COLUMNS, OF_PROMPT, EngineCounter, Finish
 from kvcache_jax.engine.table import RequestTable, Sample
 
 
@@ -60,6 +60,10 @@ class Delivery:
     def _deliver(self, table: RequestTable, report: np.ndarray, begun_at: float, now: float) -> bool:
         """Makes an event of each continuation's entries; those that ended leave the table."""
         entries = report[self._outbox :].reshape(-1, self._width)[: report[Report.OUTBOX_LEN]]
+        is_of_prompt = entries[:, 4] == OF_PROMPT
+        if is_of_prompt.any():
+            _note_prompts(table, entries[is_of_prompt])
+            entries = entries[~is_of_prompt]
         order = np.argsort(entries[:, 0], kind="stable")
         entries = entries[order]
         begins = np.flatnonzero(np.diff(entries[:, 0], prepend=-1))
@@ -73,9 +77,12 @@ class Delivery:
             has_news |= reason != Finish.NOT_YET or sample.first_at is None
             if sample.started_at is None and end > begin:
                 sample.started_at = begun_at
-            self._tell(sample, reason, now, tokens[begin:end], logprobs[begin:end], tops[begin:end])
+            if not sample.has_stopped:
+                self._tell(sample, reason, now, tokens[begin:end], logprobs[begin:end], tops[begin:end])
             if reason != Finish.NOT_YET:
                 table.remove(sample)
+            elif sample.has_stopped:
+                table.end(sample, Finish.STOP)
         return has_news
 
     def _tell(
@@ -87,12 +94,23 @@ class Delivery:
         logprobs: list[float],
         tops: list[dict[int, float]],
     ) -> None:
+        has_ended, text = reason != Finish.NOT_YET, None
+        sample.tokens += tokens
+        if sample.text is not None:
+            num_told, text, sample.has_stopped = sample.text.add(tokens, has_ended)
+            sample.held.append((tokens, logprobs, tops))
+            tokens, logprobs, tops = sample.take_held(num_told)
+            if sample.has_stopped:
+                reason, has_ended = Finish.STOP, True
+            if not (num_told or text or has_ended):
+                return
         self.metrics.note_tokens(sample, len(tokens), now)
         if tokens:
-            sample.tokens += tokens
             sample.first_at = now if sample.first_at is None else sample.first_at
             sample.told_at = now
-        has_ended = reason != Finish.NOT_YET
+        if (most := sample.request.num_top_logprobs) is not None:
+            tops = [dict([*top.items()][:most]) for top in tops] if most else []
+        of_prompt, sample.prompt_logprobs = sample.prompt_logprobs, None
         if has_ended:
             self.metrics.note_end(sample, reason.name.lower(), now)
         to_first = None if sample.first_at is None else sample.first_at - sample.pushed_at
@@ -104,6 +122,8 @@ class Delivery:
                 logprobs=logprobs,
                 top_logprobs=tops,
                 finish_reason=reason.name.lower() if has_ended else None,
+                text=text,
+                prompt_logprobs=None if of_prompt is None else of_prompt.tolist(),
                 time_queued=sample.time_queued(now) if has_ended else None,
                 time_to_first_token=to_first if has_ended else None,
             )
@@ -111,7 +131,8 @@ class Delivery:
 
     def end(self, sample: Sample, reason: Finish, now: float) -> None:
         """Tells the end of a sample of which the device will say nothing more."""
-        self._tell(sample, reason, now, [], [], [])
+        if not sample.has_stopped:
+            self._tell(sample, reason, now, [], [], [])
 
     def counters(self) -> np.ndarray:
         """Returns the counts as a device counts them, u32[shards, len(EngineCounter)]."""
@@ -136,6 +157,16 @@ class Delivery:
             counts={name: sum(counts[name] for counts in self._counts) for name in EngineCounter},
             num_reads=num_reads,
         )
+
+
+def _note_prompts(table: RequestTable, entries: np.ndarray) -> None:
+    """Keeps log-probabilities of prompts by their places, for rows may compute them twice."""
+    for slot in np.unique(entries[:, 0]).tolist():
+        own = entries[entries[:, 0] == slot]
+        sample = table.find(slot, own[0, 1].item())
+        if sample.prompt_logprobs is None:
+            sample.prompt_logprobs = np.full(len(sample.request.prompt) - 1, np.nan, np.float32)
+        sample.prompt_logprobs[own[:, 2] - 1] = np.ascontiguousarray(own[:, 3]).view(np.float32)
 
 
 def _top_logprobs(entries: np.ndarray) -> list[dict[int, float]]:

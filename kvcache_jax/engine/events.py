@@ -22,6 +22,10 @@ class TokenEvent:
         `num_top_logprobs`.
       finish_reason: "stop", "length", "nan_logits" (a logit is NaN or +inf), "no_token" (all are -inf),
         "refused", "cancelled" or "deadline"; None if it goes on.
+      text: New text of a request with stop strings, else None. It may be ahead of the tokens, never of a stop
+        string, and the tokens never have one of a stop string.
+      prompt_logprobs: Of a request that asks for them, beside its first tokens: log-probability of each token
+        of the prompt but the first.
       time_queued: Seconds from its push until it had a row, as far as dispatches tell; None if it goes on.
       time_to_first_token: Seconds from its push until its first tokens came; None if it goes on or has none.
     """
@@ -32,6 +36,8 @@ class TokenEvent:
     logprobs: list[float]
     top_logprobs: list[dict[int, float]]
     finish_reason: str | None
+    text: str | None = None
+    prompt_logprobs: list[float] | None = None
     time_queued: float | None = None
     time_to_first_token: float | None = None
 

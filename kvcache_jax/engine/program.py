@@ -80,8 +80,8 @@ def run_dispatch(
     state = dataclasses.replace(
         state, outbox_len=jnp.zeros_like(state.outbox_len), has_news=jnp.zeros_like(state.has_news)
     )
-    state = _take_in(state, inbox, options)
-    most = state.cache.max_seqs * options.width
+    state = _take_in(model, params, state, inbox)
+    most = options.most_entries(state.cache.max_seqs)
 
     def goes_on(loop: tuple[EngineState, jax.Array]) -> jax.Array:
         state, num_steps = loop
@@ -116,11 +116,12 @@ def _report(state: EngineState) -> jax.Array:
     return jnp.concatenate([header, counters, state.row_request, state.outbox.reshape(-1)])
 
 
-def _take_in(state: EngineState, inbox: Inbox, options: Options) -> EngineState:
+def _take_in(model: Model, params: Any, state: EngineState, inbox: Inbox) -> EngineState:
     """Ends requests that the host ended, changes the weights, and enters new requests."""
     state = _end(state, inbox)
     state = dataclasses.replace(state, may_publish=state.may_publish & ~inbox.has_new_weights)
-    return _enter(count(state, updates=inbox.has_new_weights[None]), inbox)
+    state = _enter(count(state, updates=inbox.has_new_weights[None]), inbox)
+    return model.advanced_again(params, state, inbox.slots, inbox.num_generated)
 
 
 def _end(state: EngineState, inbox: Inbox) -> EngineState:
@@ -208,4 +209,4 @@ def _lifted(state: EngineState) -> jax.Array:
 
 def outbox_len(options: Options, max_seqs: int, steps: int, num_entering: int, num_ended: int) -> int:
     """Counts the entries that `steps` steps and a full inbox may need."""
-    return steps * max_seqs * options.width + num_entering + num_ended
+    return steps * options.most_entries(max_seqs) + num_entering + num_ended

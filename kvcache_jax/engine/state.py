@@ -152,6 +152,27 @@ class EngineState:
         return get_at(self.length, self.row_request, 0)
 
     @property
+    def row_generated(self) -> jax.Array:
+        """i32[max_seqs], tokens after the prompt of each row's request."""
+        return get_at(self.num_generated, self.row_request, 0)
+
+    @property
+    def row_tokens(self) -> jax.Array:
+        """i32[max_seqs, max_seq_len], tokens of each row's request; after `row_length` they are arbitrary."""
+        return self.tokens_of(self.row_request)
+
+    def tokens_of(self, slots: jax.Array) -> jax.Array:
+        """Reads the tokens of requests, i32[n, max_seq_len]; entries after their length are arbitrary."""
+        place = jnp.arange(self.cache.config.max_seq_len, dtype=jnp.int32)
+        start = get_at(self.requests.start, slots, 0)
+        return get_at(self.requests.tokens, start[:, None] + place[None])
+
+    @property
+    def wants_prompt(self) -> jax.Array:
+        """bool[R], the log-probabilities of its prompt are still to be reported."""
+        return self.requests.wants_prompt & (self.num_generated == 0)
+
+    @property
     def num_to_compute(self) -> jax.Array:
         """i32[max_seqs], tokens of each running row that are not in the cache."""
         return jnp.where(self.is_running, self.row_length - self.cache.context_len, 0)
@@ -210,6 +231,8 @@ def count(state: EngineState, **events: jax.Array) -> EngineState:
 
 NUM_COLUMNS = 5
 NO_TOKEN = -1
+OF_PROMPT = -1
+"""In place of a `Finish`: the entry has a position of the prompt for a token, and its log-probability."""
 
 
 def outbox_width(num_top_logprobs: int) -> int:

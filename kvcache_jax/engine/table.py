@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvcache_jax.engine.inputs import check_inputs
 from kvcache_jax.engine.program import Inbox
 from kvcache_jax.engine.requests import (
     GenerationRequest,
@@ -22,6 +23,7 @@ from kvcache_jax.engine.requests import (
     sample_seed,
 )
 from kvcache_jax.engine.state import Finish
+from kvcache_jax.engine.stop_text import Detokenize, StopText
 from kvcache_jax.prefix.names import namespace_within
 
 _MOST_SAMPLES = 2**31 - 2
@@ -48,6 +50,20 @@ class Sample:
     started_at: float | None = None
     first_at: float | None = None
     told_at: float | None = None
+    prompt_logprobs: np.ndarray | None = None  # f32[prompt_len - 1], until they are told
+    text: StopText | None = None
+    held: list[tuple] = dataclasses.field(
+        default_factory=list
+    )  # tokens that are not told yet, and their numbers
+    has_stopped: bool = False  # by a stop string: its consumer knows, and the device will
+
+    def take_held(self, num: int) -> tuple[list, list, list]:
+        """Takes the first of the tokens that were held back, with their log-probabilities."""
+        tokens, logprobs, tops = (
+            list(itertools.chain.from_iterable(parts)) for parts in zip(*self.held, strict=True)
+        )
+        self.held = [(tokens[num:], logprobs[num:], tops[num:])]
+        return tokens[:num], logprobs[:num], tops[:num]
 
     def time_queued(self, now: float) -> float:
         """Seconds without a row, until now if it has had none."""
@@ -133,7 +149,13 @@ class RequestTable:
         """Finds the samples of a request that have not ended."""
         return list(self._by_id.get(request_id, ()))
 
-    def add(self, request: GenerationRequest, request_id: Hashable, now: float) -> bool:
+    def add(
+        self,
+        request: GenerationRequest,
+        request_id: Hashable,
+        now: float,
+        detokenize: Detokenize | None = None,
+    ) -> bool:
         """Takes slots and runs for all samples of a request; False, and nothing taken, without room."""
         # No token is stored of a request that the device will refuse.
         is_long = request.num_tokens - 1 > self._max_seq_len
@@ -156,6 +178,8 @@ class RequestTable:
             run = start, run_len
             sample = Sample(request, request_id, sample_id, uid, slot, run, first, ends_at, pushed_at=now)
             first = first or sample
+            if request.stop_strings and detokenize is not None:
+                sample.text = StopText(request.stop_strings, detokenize)
             self._by_slot[slot] = sample
             self._namespaces[slot] = namespace_within(self._weights, one_namespace(sample.request.namespace))
             self._by_id.setdefault(request_id, []).append(sample)
@@ -306,6 +330,9 @@ def _write(columns: Any, i: int, sample: Sample, max_seq_len: int) -> None:
     columns.priority[i], columns.client[i] = request.priority, request.client
     if sample.parent is not None:
         columns.parent_uid[i] = sample.parent.uid
+    columns.wants_prompt[i] = request.prompt_logprobs and sample.parent is None
+    for name, value in request.inputs.items():
+        columns.inputs[name][i] = value
     for k, item in enumerate(request.items):
         columns.items[i, k] = item
 
@@ -347,6 +374,12 @@ def check_fits(request: GenerationRequest, sizes: TableSizes, max_seq_len: int) 
                 f"a request has {value} {what}, expected at most {most}: make the Engine with a larger "
                 f"{name} in its kv.engine.Limits"
             )
+    if (request.num_top_logprobs or 0) > sizes.num_tops:
+        raise ValueError(
+            f"a request has num_top_logprobs = {request.num_top_logprobs}, expected at most "
+            f"{sizes.num_tops}: make the Engine with a larger one"
+        )
+    check_inputs(request.inputs, sizes.inputs)
     # No token is stored of a request that the device will refuse.
     is_long = request.num_tokens - 1 > max_seq_len
     num_tokens = 0 if is_long else request.num_samples * request.num_tokens
