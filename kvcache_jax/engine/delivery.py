@@ -97,12 +97,12 @@ class Delivery:
         has_ended, text = reason != Finish.NOT_YET, None
         sample.tokens += tokens
         if sample.text is not None:
-            num_told, text, sample.has_stopped = sample.text.add(tokens, has_ended)
-            sample.held.append((tokens, logprobs, tops))
-            tokens, logprobs, tops = sample.take_held(num_told)
+            (tokens, logprobs, tops), text, sample.has_stopped = sample.text.add(
+                (tokens, logprobs, tops), has_ended
+            )
             if sample.has_stopped:
                 reason, has_ended = Finish.STOP, True
-            if not (num_told or text or has_ended):
+            if not (tokens or text or has_ended):
                 return
         self.metrics.note_tokens(sample, len(tokens), now)
         if tokens:

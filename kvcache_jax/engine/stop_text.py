@@ -12,11 +12,11 @@ _INCOMPLETE = "\ufffd"
 
 
 class Said(NamedTuple):
-    """What a consumer is told."""
+    """Columns of the next tokens that a consumer is told, the text that comes next, and whether that is all."""
 
-    num_tokens: int  # the next ones
-    text: str  # what comes next
-    has_stopped: bool  # a stop string follows the text
+    columns: list[list]
+    text: str
+    has_stopped: bool
 
 
 class StopText:
@@ -25,35 +25,34 @@ class StopText:
     def __init__(self, stops: Sequence[str], detokenize: Detokenize):
         self._stops, self._detokenize = tuple(stops), detokenize
         self._tokens: list[int] = []
-        self._num_told, self._text_len = 0, 0
+        self._held: list[list] = [[], [], []]
+        self._text_len = 0
 
-    def add(self, tokens: Sequence[int], is_end: bool) -> Said:
-        """Adds tokens, the last ones at the end, and returns what may be told now."""
-        self._tokens += tokens
+    def add(self, columns: Sequence[list], is_end: bool) -> Said:
+        """Adds tokens and two columns beside them, the last ones at the end, and returns what may be told."""
+        self._tokens += columns[0]
+        self._held = [held + new for held, new in zip(self._held, columns, strict=True)]
         text = self._detokenize(self._tokens)
         places = [place for stop in self._stops if (place := text.find(stop, self._text_len)) >= 0]
-        if places:
-            safe = min(places)
-        elif is_end:
-            safe = len(text)
+        num_told = len(self._tokens) - len(self._held[0])
+        if places or not is_end:
+            safe = min(places, default=len(text.rstrip(_INCOMPLETE)))
+            if not places:
+                safe -= max(_overlap(text[self._text_len : safe], stop) for stop in self._stops)
+            last = (n for n in range(len(self._tokens), num_told, -1) if self._is_within(n, safe))
+            num = next(last, num_told)
         else:
-            safe = len(text.rstrip(_INCOMPLETE))
-            safe -= max((_overlap(text[self._text_len : safe], stop) for stop in self._stops), default=0)
-        is_all = is_end and not places
-        num = len(self._tokens) if is_all else self._num_within(safe)
-        said = Said(num - self._num_told, text[self._text_len : safe], bool(places))
-        self._num_told, self._text_len = num, max(safe, self._text_len)
+            safe, num = len(text), len(self._tokens)
+        told = [held[: num - num_told] for held in self._held]
+        self._held = [held[num - num_told :] for held in self._held]
+        said = Said(told, text[self._text_len : safe], bool(places))
+        self._text_len = max(safe, self._text_len)
         return said
 
-    def _num_within(self, text_len: int) -> int:
-        """Counts the first tokens whose text is complete and within the first characters."""
-        num = len(self._tokens)
-        while num > self._num_told:
-            text = self._detokenize(self._tokens[:num])
-            if len(text) <= text_len and not text.endswith(_INCOMPLETE):
-                return num
-            num -= 1
-        return num
+    def _is_within(self, num: int, text_len: int) -> bool:
+        """Tests whether the text of the first tokens is complete, and within its first characters."""
+        text = self._detokenize(self._tokens[:num])
+        return len(text) <= text_len and not text.endswith(_INCOMPLETE)
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -52,18 +52,7 @@ class Sample:
     told_at: float | None = None
     prompt_logprobs: np.ndarray | None = None  # f32[prompt_len - 1], until they are told
     text: StopText | None = None
-    held: list[tuple] = dataclasses.field(
-        default_factory=list
-    )  # tokens that are not told yet, and their numbers
     has_stopped: bool = False  # by a stop string: its consumer knows, and the device will
-
-    def take_held(self, num: int) -> tuple[list, list, list]:
-        """Takes the first of the tokens that were held back, with their log-probabilities."""
-        tokens, logprobs, tops = (
-            list(itertools.chain.from_iterable(parts)) for parts in zip(*self.held, strict=True)
-        )
-        self.held = [(tokens[num:], logprobs[num:], tops[num:])]
-        return tokens[:num], logprobs[:num], tops[:num]
 
     def time_queued(self, now: float) -> float:
         """Seconds without a row, until now if it has had none."""
