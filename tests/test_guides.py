@@ -7,7 +7,10 @@ from kvcache_jax.decoding import arguments
 from tests.support.examples import run_examples
 
 DOCS = README.parent / "docs"
-GUIDES = {path.stem: path for path in (DOCS / "index.md", *sorted((DOCS / "guides").glob("*.md")))}
+GUIDES = {
+    path.stem: path
+    for path in (DOCS / "index.md", DOCS / "recipes.md", *sorted((DOCS / "guides").glob("*.md")))
+}
 
 
 def test_every_guide_has_examples():

@@ -182,7 +182,7 @@ def write_metrics(path: Path, servers: list[Server], model_name: str) -> None:
 
     for server in servers:
         if server.name == PREFIX:
-            prometheus.write(path, server, model_name)
+            prometheus.write(path, server.engine.metrics(), model_name=model_name, engine=server.name)
 
 
 if __name__ == "__main__":

@@ -102,6 +102,7 @@ class Server:
         self._to_come = deque(range(len(jobs)))
         self._here: list[int] = []  # came, and is not pushed yet
         self._start: kv.engine.Figures = engine.figures()
+        engine.clock = self.clock.now  # of its metrics
 
     @property
     def is_done(self) -> bool:

@@ -2,6 +2,7 @@
 
 from kvcache_jax.engine.events import EngineFigures as Figures
 from kvcache_jax.engine.events import TokenEvent
+from kvcache_jax.engine.failure import EngineFailed
 from kvcache_jax.engine.options import Limits, Placement, Schedule
 from kvcache_jax.engine.policies import RequestMetadata, request_policy
 from kvcache_jax.engine.state import EngineCounter as Counter
@@ -9,6 +10,7 @@ from kvcache_jax.engine.state import EngineState as State
 
 __all__ = [
     "Counter",
+    "EngineFailed",
     "Figures",
     "Limits",
     "Placement",

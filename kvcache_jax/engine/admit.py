@@ -26,7 +26,6 @@ from kvcache_jax.engine.order import (
     num_cached_of,
     prompts_of,
     rows_in_order,
-    tokens_of,
     waits,
 )
 from kvcache_jax.engine.policies import INPUT_WEIGHT, keys_of, policies
@@ -61,7 +60,7 @@ def admit(state: EngineState, options: Options) -> EngineState:
         prompts = prompts_of(state, slot[None])
         hits = find_hits(state.cache.control, prompts, state.cache.config)
         # A request that waits for another's blocks is passed; one that does not fit ends the admissions.
-        is_waiting = is_one & _shares_what_is_computed(state, prompts, hits)
+        is_waiting = is_one & _shares_what_is_computed(state, prompts, hits) & prompts.reuse[0]
         is_admitted = is_one & ~is_waiting & _fits(state, prompts, hits, options)
         admitted = jnp.where(is_admitted, slot, state.requests.num_slots)
         state = _start(state, admitted, row, prompts, hits, options)
@@ -108,7 +107,7 @@ def _shares_what_is_computed(state: EngineState, prompts: Prompts, hits: Hits) -
     is_computing &= (cache.control.namespace == prompts.namespace).all(axis=1)
 
     def shares() -> jax.Array:
-        tokens, mine = tokens_of(state, state.row_request), prompts.tokens
+        tokens, mine = state.row_tokens, prompts.tokens
         assert mine is not None
         num_common = first_true(tokens != mine)
         # A row computes the last token of its prompt itself: a block that ends with it is no reason to wait.

@@ -12,9 +12,8 @@ from kvcache_jax.core.state import Step
 from kvcache_jax.decoding.sampling import SamplingColumns, are_numbers, sample
 from kvcache_jax.decoding.speculation import ngram_drafts, verify_drafts
 from kvcache_jax.engine.options import Options
-from kvcache_jax.engine.order import tokens_of
 from kvcache_jax.engine.policies import OUTPUT_WEIGHT
-from kvcache_jax.engine.state import NO_TOKEN, EngineState, Finish, Phase, count, note_in_outbox
+from kvcache_jax.engine.state import NO_TOKEN, OF_PROMPT, EngineState, Finish, Phase, count, note_in_outbox
 from kvcache_jax.operations.truncate import truncate_rows
 
 
@@ -56,9 +55,7 @@ def next_tokens(state: EngineState, wanted: jax.Array, options: Options) -> tupl
         return jnp.where(wanted[:, None], tokens, 0), jnp.where(wanted, num_known, 0)
     # Drafts follow only a row's last known token: before it there is nothing to guess.
     is_last = state.num_to_compute == 1
-    drafts, num_drafts = ngram_drafts(
-        tokens_of(state, state.row_request), state.row_length, options.num_drafts
-    )
+    drafts, num_drafts = ngram_drafts(state.row_tokens, state.row_length, options.num_drafts)
     num_left = get_at(state.requests.max_new - state.num_generated, state.row_request, 0)
     # One token is drawn after the accepted drafts, and with it they must not pass `max_new`.
     num_drafts = jnp.where(is_last, jnp.clip(num_left - 1, 0, num_drafts), 0)
@@ -140,6 +137,22 @@ def _tops(logits: jax.Array, options: Options) -> tuple[jax.Array, jax.Array] | 
     return tokens, logprobs
 
 
+def note_prompts(state: EngineState, step: Step, logits: jax.Array) -> EngineState:
+    """Reports log-probabilities of prompts, from the logits [n, T, vocab] of a padded step of `n` rows."""
+    slots = get_at(state.row_request, step.seq_ids, state.requests.num_slots)[:, None]
+    order = jnp.arange(logits.shape[1], dtype=jnp.int32)[None]
+    place = step.held[:, None] + order + 1  # of the token that logits are of
+    mask = (order < step.query_len[:, None]) & get_at(state.wants_prompt, slots, False)
+    mask &= place < get_at(state.requests.prompt_len, slots, 0)
+    tokens = get_at(state.requests.tokens, get_at(state.requests.start, slots, 0) + place)
+    logits = logits.astype(jnp.float32)
+    chosen = jnp.take_along_axis(logits, jnp.where(mask, tokens, 0)[..., None], axis=-1)[..., 0]
+    logprobs = chosen - jax.nn.logsumexp(logits, axis=-1)
+    slots, kind = jnp.broadcast_to(slots, mask.shape), jnp.full_like(place, OF_PROMPT)
+    mask, slots, place, logprobs, kind = (x.reshape(-1) for x in (mask, slots, place, logprobs, kind))
+    return note_in_outbox(state, mask, slots, place, logprobs, kind)
+
+
 def write_down(state: EngineState, drawn: Drawn, options: Options) -> EngineState:
     """Adds the drawn tokens to their requests, up to the one that ends them, and tells the host."""
     requests, slots = state.requests, state.row_request
@@ -158,6 +171,7 @@ def write_down(state: EngineState, drawn: Drawn, options: Options) -> EngineStat
     finish = jnp.where(stops, Finish.STOP, finish).astype(jnp.int32)
     is_undrawn = (finish == Finish.NAN_LOGITS) | (finish == Finish.NO_TOKEN)
     has_ended = finish != Finish.NOT_YET
+    is_first = (num_tokens > 0) & (get_at(state.num_generated, slots, 1) == 0)
 
     is_new = order < num_tokens[:, None]
     start = get_at(requests.start, slots, 0) + state.row_length
@@ -184,6 +198,7 @@ def write_down(state: EngineState, drawn: Drawn, options: Options) -> EngineStat
         num_generated=add_at(state.num_generated, slots, num_tokens),
         row_request=jnp.where(has_ended, requests.num_slots, slots),
         is_ended=state.is_ended | has_ended,
+        has_news=state.has_news | (has_ended | is_first).any(),
         service=add_at(state.service, client, weight),
     )
     num_generated = jnp.sum(num_tokens, dtype=jnp.int32)

@@ -1,14 +1,14 @@
 """The engine on the host: it packs requests, starts dispatches, and delivers the results.
 
-A dispatch starts before the report of the one before is read, so the device does not wait for the host.
-All reads of the device go through one `Reader`.
+Where requests neither come nor go a dispatch starts before the report of the one before is read, so that the
+device does not wait for the host.
 """
 
 import asyncio
+import dataclasses
 import threading
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Hashable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -21,7 +21,11 @@ from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.decoding.arguments import as_list, check_model, require_functions
 from kvcache_jax.decoding.forward import Forward, prepared
 from kvcache_jax.decoding.options import require_option
-from kvcache_jax.engine.events import EngineFigures, Reader, TokenEvent, add_counts, event, events_of
+from kvcache_jax.engine.delivery import Delivery
+from kvcache_jax.engine.device import Arrival, Device
+from kvcache_jax.engine.events import EngineFigures, TokenEvent
+from kvcache_jax.engine.failure import uninterrupted
+from kvcache_jax.engine.inputs import input_specs
 from kvcache_jax.engine.options import (
     LIMITS,
     SCHEDULE,
@@ -37,12 +41,14 @@ from kvcache_jax.engine.options import (
     table_sizes,
     with_budget,
 )
+from kvcache_jax.engine.pace import Length, Pace
 from kvcache_jax.engine.policies import policies
-from kvcache_jax.engine.program import HEADER_LEN, Report, outbox_len
+from kvcache_jax.engine.program import outbox_len
 from kvcache_jax.engine.requests import GenerationRequest, one_namespace
-from kvcache_jax.engine.shards import Shards, with_same_shapes
-from kvcache_jax.engine.state import EngineCounter, EngineState, Finish, outbox_width
-from kvcache_jax.engine.step import Model, ProcessLogits
+from kvcache_jax.engine.shards import Shards
+from kvcache_jax.engine.state import EngineState, Finish, outbox_width
+from kvcache_jax.engine.step import AdvanceInputs, Model, ProcessLogits
+from kvcache_jax.engine.stop_text import Detokenize
 from kvcache_jax.engine.table import RequestTable, Sample, checked_ids
 from kvcache_jax.prefix.names import namespace as make_namespace
 from kvcache_jax.prefix.names import namespace_within
@@ -50,6 +56,7 @@ from kvcache_jax.prefix.names import namespace_within
 _MOST_ENDED = 64
 """Requests that one dispatch can be told to end."""
 _DISPATCHES_AHEAD = 2
+"""Where the caller chooses their length."""
 
 
 class Engine:
@@ -57,7 +64,8 @@ class Engine:
 
     Iterate over it, with `for` or `async for`, for `TokenEvent`s until all requests have ended; push more at
     any time between two events. It is for one consumer at a time. After an exception in the consumer, in the
-    model while it is traced, or an interrupt, it goes on where it was.
+    model while it is traced, or an interrupt, it goes on where it was; after `EngineFailed`, when it is
+    `reset`.
 
     Args:
       forward: The model, as for `generate`; must be pure.
@@ -73,11 +81,19 @@ class Engine:
       num_drafts: Draft tokens per row and step, from the row's own text; they count against the budget.
       num_top_logprobs: Most probable tokens reported with each token.
       process_logits: `(logits f32[max_seqs, vocab], state) -> logits`, for masks, penalties and bans; -inf is
-        a ban. A request whose tokens are all banned ends with the finish reason "no_token".
+        a ban. A request whose tokens are all banned ends with the finish reason "no_token". If it has a
+        parameter `inputs`, it is handed the rows' inputs, {name: [max_seqs, ...]}; `params` is the model's.
+      inputs: What a request may say to the program: {name: dtype}, or a `jax.ShapeDtypeStruct` each. A model
+        with a parameter `inputs` is handed those of the rows of its step.
+      advance_inputs: `(inputs, tokens i32[n]) -> inputs`, those that change after each row's token, as the
+        state of an automaton does; also with a parameter `params`.
+      prompt_logprobs: Requests may ask for the log-probabilities of their prompts.
+      detokenize: `list of a request's tokens -> text`, for stop strings.
       batch_invariant: The bits of a token's logits depend on its tokens and their positions alone, not on
         other requests of the batch, on hits, preemptions or the budget. See `invariant.py`.
         Attention is XLA's then: kernels are refused.
-      steps_per_dispatch: Steps between two check-ins of the host.
+      steps_per_dispatch: Most steps between two check-ins of the host. They are as few as keep the host's
+        part of the time small, and fewer where a request gets its first token or ends.
       namespace: u32[4], of the weights, within which each request has its own; see `namespace_of`.
       placement: A mesh to run on, `kv.engine.Placement(mesh, row_axis="rows")`. Default: one device.
 
@@ -94,8 +110,11 @@ class Engine:
       >>> engine = kv.Engine(forward, {}, config)
       >>> engine.push([kv.GenerationRequest([1, 2], 3), kv.GenerationRequest([4], 2)])
       2
-      >>> sorted((event.id, event.tokens, event.finish_reason) for event in engine)
-      [(0, [3, 4, 5], 'length'), (1, [5, 6], 'length')]
+      >>> answers = {0: [], 1: []}
+      >>> for event in engine:
+      ...     answers[event.id] += event.tokens
+      >>> answers
+      {0: [3, 4, 5], 1: [5, 6]}
     """
 
     def __init__(
@@ -111,13 +130,18 @@ class Engine:
         num_drafts: int = 0,
         num_top_logprobs: int = 0,
         process_logits: ProcessLogits | None = None,
+        inputs: Mapping[str, Any] | None = None,
+        advance_inputs: AdvanceInputs | None = None,
+        prompt_logprobs: bool = False,
+        detokenize: Detokenize | None = None,
         batch_invariant: bool = False,
         steps_per_dispatch: int = 32,
         namespace: ArrayLike | None = None,
         placement: Placement | None = None,
     ):
         check_model("Engine", forward, config, params)
-        require_functions(process_logits=process_logits)
+        hooks: dict[str, Any] = {"process_logits": process_logits, "advance_inputs": advance_inputs}
+        require_functions(**hooks, detokenize=detokenize)
         policies.find(policy)
         require_option("schedule", schedule, Schedule)
         require_option("limits", limits, Limits)
@@ -132,42 +156,51 @@ class Engine:
             schedule=schedule,
             most_admissions=most_admissions(config.max_seqs),
             batch_invariant=static_flag("batch_invariant", batch_invariant),
+            prompt_logprobs=static_flag("prompt_logprobs", prompt_logprobs),
         )
         self._options = with_budget(options, config, token_budget)
-        check_drafts(self._options, config, process_logits)
+        check_drafts(self._options, config, **hooks)
         check_batch_invariant(self._options, config)
-        self._sizes = table_sizes(limits, config)
+        self._sizes = dataclasses.replace(
+            table_sizes(limits, config), num_tops=num_top_logprobs, inputs=input_specs(inputs)
+        )
         entering = inbox_sizes(self._sizes, config)
         self._steps = size("steps_per_dispatch", steps_per_dispatch)
-        params = prepared(forward, params)
-        self._shards = Shards(placement, config, params)
-        self.params = self._shards.place_params(params)
+        params, self._forward = prepared(forward, params), forward
+        shards = Shards(placement, config, params)
         self._tables = [
             RequestTable(self._sizes, entering, _MOST_ENDED, config.max_seq_len)
-            for _ in range(self._shards.num_shards)
+            for _ in range(shards.num_shards)
         ]
-        self._width = outbox_width(self._options.num_top_logprobs)
+        width = outbox_width(self._options.num_top_logprobs)
         num_entries = outbox_len(self._options, config.max_seqs, self._steps, entering.num_slots, _MOST_ENDED)
-        self._state = self._shards.place(self._sizes, (num_entries, self._width))
-        self._model = Model(forward, process_logits)
+        self._delivery = Delivery(self._tables, config.max_seqs, width)
+        self._pace, self._detokenize = Pace(self._steps), detokenize
+        model, outbox = Model(forward, **hooks), (num_entries, width)
+        self._device = Device(shards, model, self._options, params, self._sizes, outbox)
+        self._device.begin(self._delivery.counters())
         self._set_weights(namespace)
         self._has_new_weights, self._num_weights = False, 0
-        self._in_flight: deque[jax.Array] = deque()
-        self._events: deque[TokenEvent] = deque()
         # `_lock` guards all host state. `_consumer` admits one reader at a time: reports stay in order.
         self._lock, self._consumer = threading.RLock(), threading.Lock()
-        self.read = Reader()
-        self._headers = np.zeros((len(self._tables), HEADER_LEN), np.int32)
-        self._counts = [dict.fromkeys(EngineCounter, 0) for _ in self._tables]
+        self.clock: Callable[[], float] = time.monotonic
         self._next_id, self._is_compiled = 0, False
+
+    @property
+    def params(self) -> Any:
+        """The model's parameters, where the engine has them."""
+        return self._device.params
 
     @property
     def state(self) -> EngineState:
         """The engine's state, after all dispatches; donated by the next one.
 
         With a `row_axis` every array has one more first axis, of shards.
+
+        Raises:
+          EngineFailed: it is lost.
         """
-        return self._state
+        return self._device.state
 
     @property
     def num_unfinished(self) -> int:
@@ -187,10 +220,11 @@ class Engine:
           ValueError, TypeError: no request, or one with the id of another, with more stop tokens,
             items, samples or a higher client than the engine was made for. Then none was taken.
         """
-        with self._lock:
+        with uninterrupted(), self._lock:
             wanted = as_list("requests", requests, "GenerationRequests")
             ids = checked_ids(wanted, self._tables, self._sizes, self.config.max_seq_len)
-            now, num_taken = time.monotonic(), 0
+            self._check_answers(wanted)
+            now, num_taken = self.clock(), 0
             for request in wanted:
                 request_id = request.id
                 if request_id is None:
@@ -198,20 +232,22 @@ class Engine:
                         self._next_id += 1
                     request_id = self._next_id
                 tables = sorted(self._tables, key=lambda table: table.num_tokens)
-                if not any(table.add(request, request_id, now) for table in tables):
+                if not any(table.add(request, request_id, now, self._detokenize) for table in tables):
                     break
                 self._next_id += request.id is None
                 num_taken += 1
+                self._pace.note_news(time.monotonic())
             return num_taken
 
     def cancel(self, request_id: Hashable) -> bool:
         """Ends all samples of a request; their events tell when. False if it has ended, or never was."""
         is_found, request_id = False, hashable_id("id", request_id)
-        with self._lock:
+        with uninterrupted(), self._lock:
             for table in self._tables:
                 for sample in table.samples_of(request_id):
                     self._end(table, sample, Finish.CANCELLED)
                     is_found = True
+                    self._pace.note_news(time.monotonic())
             return is_found
 
     def set_params(self, params: Any, namespace: ArrayLike | None = None) -> None:
@@ -224,14 +260,14 @@ class Engine:
           params: Of the same shapes and dtypes.
           namespace: u32[4], of the weights: prefixes are shared under equal ones alone. Default: a new one.
         """
-        params = prepared(self._model.forward, params)
-        params = self._shards.place_params(with_same_shapes(params, self.params))
-        with self._lock:
+        params = prepared(self._forward, params)
+        params = self._device.with_same_shapes(params)
+        with uninterrupted(), self._lock:
             self._num_weights += 1
             if namespace is None:
                 namespace = make_namespace(weights=f"engine {id(self)}, number {self._num_weights}")
             self._set_weights(namespace)
-            self.params, self._has_new_weights = params, True
+            self._device.params, self._has_new_weights = params, True
 
     def namespace_of(self, namespace: ArrayLike | None = None) -> np.ndarray:
         """Finds the namespace in which the cache has a request's blocks, under the present weights.
@@ -257,31 +293,34 @@ class Engine:
     def figures(self) -> EngineFigures:
         """Figures of the last drain; reads nothing."""
         with self._lock:
-            header = self._headers.sum(axis=0)
-            num_to_send = sum(table.num_to_send for table in self._tables)
-            return EngineFigures(
-                running=header[Report.RUNNING].item(),
-                waiting=header[Report.WAITING].item() + num_to_send,
-                blocks_used=header[Report.BLOCKS_USED].item(),
-                blocks_cached=header[Report.BLOCKS_CACHED].item(),
-                blocks_free=header[Report.BLOCKS_FREE].item(),
-                counts={name: sum(counts[name] for counts in self._counts) for name in EngineCounter},
-                num_reads=self.read.num_reads,
-            )
+            return self._delivery.figures(self._device.read.num_reads)
+
+    def metrics(self) -> dict[str, Any]:
+        """Returns figures, counts and latencies under the names of vLLM's metrics; reads nothing.
+
+        Returns:
+          {name: number}. Of `vllm:request_success` it is {finish reason: number}, of a histogram, such as
+          `vllm:time_to_first_token_seconds`, {"buckets": {bound: values up to it}, "sum", "count"}. Times are
+          of `clock`, tokens those that the consumer was told.
+        """
+        with self._lock:
+            return self._delivery.metrics.as_dict(self._delivery.figures(self._device.read.num_reads))
 
     def __iter__(self) -> Iterator[TokenEvent]:
+        events = self._delivery.events
         while self._has_news():
-            if not self._events:
+            if not events:
                 self.drain()
-            while self._events:
-                yield self._events.popleft()
+            while events:
+                yield events.popleft()
 
     async def __aiter__(self) -> AsyncIterator[TokenEvent]:
+        events = self._delivery.events
         while self._has_news():
-            if not self._events:
+            if not events:
                 await asyncio.to_thread(self.drain)
-            while self._events:
-                yield self._events.popleft()
+            while events:
+                yield events.popleft()
 
     def drain(self, max_steps: int | None = None) -> None:
         """Starts the next dispatch, and takes in the report of the one before; for a loop of one's own.
@@ -289,31 +328,61 @@ class Engine:
         Its events are for `take_events`.
 
         Args:
-          max_steps: Of the next dispatch, at most `steps_per_dispatch`.
+          max_steps: Of the next dispatch, at most `steps_per_dispatch`: it makes as many, as long as there is
+            work, and another one is under way. Default: as many as the engine chooses.
+
+        Raises:
+          EngineFailed: the device, or a callback in the model, failed, now or before; see `reset`.
         """
         if max_steps is not None:
             max_steps = static_count("max_steps", max_steps, most=self._steps, most_name="steps_per_dispatch")
         with self._consumer:
-            self._compile()
-            with self._lock:
+            _ = self._device.state
+            if self.num_unfinished or self._has_new_weights:
+                self._compile()
+            begun_s, pace = time.thread_time(), self._pace.choose(time.monotonic())
+            length, num_ahead = (Length(max_steps, max_steps), _DISPATCHES_AHEAD) if max_steps else pace
+            with uninterrupted(), self._lock:
                 self._end_late()
-                while len(self._in_flight) < _DISPATCHES_AHEAD and (
+                while self._device.num_in_flight < num_ahead and (
                     self.num_unfinished or self._has_new_weights
                 ):
-                    self._dispatch(self._steps if max_steps is None else max_steps)
-            if self._in_flight:
-                reports = self.read(self._in_flight[0])
-                with self._lock:
-                    # Pop only after the read, so that an interrupted reader finds the report again.
-                    self._in_flight.popleft()
-                    self._take_in(reports)
+                    self._dispatch(length)
+            launching_s = time.thread_time() - begun_s
+            if self._device.num_in_flight:
+                arrival = self._device.arrival()
+                with uninterrupted(), self._lock:
+                    self._take_in(arrival, launching_s)
 
     def take_events(self) -> list[TokenEvent]:
         """Takes the events that no consumer has received yet; after `drain`, for a loop of one's own."""
         with self._lock:
-            events = list(self._events)
-            self._events.clear()
+            events = list(self._delivery.events)
+            self._delivery.events.clear()
             return events
+
+    def compile(self) -> None:
+        """Compiles the engine's program, which the first request then does not wait for."""
+        with self._consumer:
+            self._compile()
+
+    def reset(self) -> None:
+        """Makes a new state, with nothing cached, in which all requests that have not ended go on.
+
+        After `EngineFailed`; nothing is compiled. They are computed anew from their prompts and the tokens
+        that the consumer was told, so none is told twice or left out, and those that follow are drawn by the
+        same random numbers. Requests that were being cancelled, or late, end.
+
+        Raises:
+          EngineFailed: the device fails still. Then call it again.
+        """
+        with self._consumer, uninterrupted(), self._lock:
+            self._device.begin(self._delivery.counters())
+            self._delivery.forget_rows()
+            for table in self._tables:
+                for sample, reason in table.send_again():
+                    self._delivery.end(sample, reason, self.clock())
+            _ = self._device.state
 
     def lower(self) -> jax.stages.Lowered:
         """Lowers the engine's program, to be compiled ahead or looked into; runs nothing.
@@ -323,53 +392,63 @@ class Engine:
         """
         with self._lock:
             inboxes = [table.pack(False).inbox for table in self._tables]
-            params, state = self.params, self._state
+            params, state = self.params, self._device.state
         # Not under the lock, for which pushes wait; an array that is donated meanwhile has a shape still.
-        return self._shards.lower(self._model, self._options, params, state, inboxes, np.int32(self._steps))
+        return self._device.lower(params, state, inboxes)
 
     def _set_weights(self, namespace: ArrayLike | None) -> None:
         self._weights = one_namespace(namespace)
         for table in self._tables:
             table.set_weights(self._weights)
 
+    def _check_answers(self, requests: list[GenerationRequest]) -> None:
+        """Refuses requests for what the engine does not report."""
+        if not self._options.prompt_logprobs and any(request.prompt_logprobs for request in requests):
+            raise ValueError("a request has prompt_logprobs=True, expected an Engine(prompt_logprobs=True)")
+        if self._detokenize is None and any(request.stop_strings for request in requests):
+            raise ValueError(
+                "a request has stop_strings, expected an Engine(detokenize=), which gives the text"
+            )
+
     def _has_news(self) -> bool:
-        return bool(self._events or self.num_unfinished or self._in_flight)
+        return bool(self._delivery.events or self.num_unfinished or self._device.num_in_flight)
 
     def _has_id(self, request_id: Hashable) -> bool:
         return any(request_id in table for table in self._tables)
 
     def _compile(self) -> None:
         """Compiles the program before the first dispatch: within `_dispatch` all pushes would wait for it."""
-        if not self._is_compiled and (self.num_unfinished or self._has_new_weights):
+        if not self._is_compiled:
             self.lower().compile()
             self._is_compiled = True
 
-    def _dispatch(self, num_steps: int) -> None:
+    def _dispatch(self, length: Length) -> None:
         parcels = [table.pack(self._has_new_weights) for table in self._tables]
-        inboxes = [parcel.inbox for parcel in parcels]
-        self._state, report = self._shards.run(
-            self._model, self._options, self.params, self._state, inboxes, np.int32(num_steps)
-        )
+        self._device.launch([parcel.inbox for parcel in parcels], length)
         # If that raised, nothing was told to the device, and all of it is told again.
-        self._in_flight.append(report)
         self._has_new_weights = False
         for table, parcel in zip(self._tables, parcels, strict=True):
             table.mark_sent(parcel)
 
     def _end(self, table: RequestTable, sample: Sample, reason: Finish) -> None:
         if table.end(sample, reason):
-            self._events.append(event(sample, reason))
+            self._delivery.end(sample, reason, self.clock())
 
     def _end_late(self) -> None:
-        now = time.monotonic()
+        now = self.clock()
         for table in self._tables:
             for sample in table:
                 if sample.ends_at is not None and sample.ends_at <= now:
                     self._end(table, sample, Finish.DEADLINE)
 
-    def _take_in(self, reports: np.ndarray) -> None:
-        """Takes in the reports of all shards, i32[shards, any]."""
-        self._headers = reports[:, :HEADER_LEN]
-        for report, table, counts in zip(reports, self._tables, self._counts, strict=True):
-            add_counts(counts, report)
-            self._events.extend(events_of(report, self._width, table))
+    def _take_in(self, arrival: Arrival, launching_s: float) -> None:
+        """Takes in the reports of all shards, after so many seconds of the host for the launch."""
+        begun_s, now = time.thread_time(), self.clock()
+        begun_at = now - (arrival.at - arrival.begun_at)
+        num_steps, has_news = self._delivery.take_in(arrival.reports, begun_at, now)
+        self._device.drop(arrival)
+        if has_news:
+            self._pace.note_news(arrival.at)
+        host_s = launching_s + time.thread_time() - begun_s
+        device_s = None if arrival.is_late else arrival.at - arrival.begun_at
+        self._pace.note(arrival.at, host_s, num_steps, device_s)

@@ -1,4 +1,4 @@
-"""Events and counts that the host is told, and how they are read from a report."""
+"""Events and figures that the host is told, and the place where it reads the device."""
 
 import dataclasses
 from collections.abc import Hashable
@@ -6,9 +6,7 @@ from collections.abc import Hashable
 import jax
 import numpy as np
 
-from kvcache_jax.engine.program import HEADER_LEN, Report
-from kvcache_jax.engine.state import NO_TOKEN, NUM_COLUMNS, EngineCounter, Finish
-from kvcache_jax.engine.table import RequestTable, Sample
+from kvcache_jax.engine.state import EngineCounter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +22,12 @@ class TokenEvent:
         `num_top_logprobs`.
       finish_reason: "stop", "length", "nan_logits" (a logit is NaN or +inf), "no_token" (all are -inf),
         "refused", "cancelled" or "deadline"; None if it goes on.
+      text: New text of a request with stop strings, else None. It may be ahead of the tokens, never of a stop
+        string, and the tokens never have one of a stop string.
+      prompt_logprobs: Of a request that asks for them, beside its first tokens: log-probability of each token
+        of the prompt but the first.
+      time_queued: Seconds from its push until it had a row, as far as dispatches tell; None if it goes on.
+      time_to_first_token: Seconds from its push until its first tokens came; None if it goes on or has none.
     """
 
     id: Hashable
@@ -32,6 +36,10 @@ class TokenEvent:
     logprobs: list[float]
     top_logprobs: list[dict[int, float]]
     finish_reason: str | None
+    text: str | None = None
+    prompt_logprobs: list[float] | None = None
+    time_queued: float | None = None
+    time_to_first_token: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,50 +63,6 @@ class EngineFigures:
     blocks_free: int
     counts: dict[EngineCounter, int]
     num_reads: int
-
-
-def events_of(report: np.ndarray, width: int, table: RequestTable) -> list[TokenEvent]:
-    """Makes events of a report, one per continuation; those that ended leave the table."""
-    entries = report[HEADER_LEN:].reshape(-1, width)[: report[Report.OUTBOX_LEN]]
-    news: dict[tuple[int, int], list[np.ndarray]] = {}
-    for entry in entries:
-        news.setdefault((entry[0].item(), entry[1].item()), []).append(entry)
-    events = []
-    for (slot, uid), entries_of_one in news.items():
-        sample, rows = table.find(slot, uid), np.stack(entries_of_one)
-        reason = Finish(rows[-1, 4].item())
-        events.append(event(sample, reason, rows[rows[:, 2] != NO_TOKEN]))
-        if reason != Finish.NOT_YET:
-            table.remove(sample)
-    return events
-
-
-def event(sample: Sample, reason: Finish, entries: np.ndarray | None = None) -> TokenEvent:
-    """Makes an event of the outbox entries i32[n, width] of one sample's new tokens."""
-    if entries is None:
-        entries = np.zeros((0, NUM_COLUMNS), np.int32)
-    tops = entries[:, NUM_COLUMNS:]
-    num_tops = tops.shape[1] // 2
-    pairs = zip(tops[:, :num_tops].tolist(), _floats(tops[:, num_tops:]), strict=True)
-    return TokenEvent(
-        id=sample.id,
-        sample_id=sample.sample_id,
-        tokens=entries[:, 2].tolist(),
-        logprobs=_floats(entries[:, 3]),
-        top_logprobs=[dict(zip(*pair, strict=True)) for pair in pairs] if num_tops else [],
-        finish_reason=None if reason == Finish.NOT_YET else reason.name.lower(),
-    )
-
-
-def _floats(bits: np.ndarray) -> list:
-    return np.ascontiguousarray(bits).view(np.float32).tolist()
-
-
-def add_counts(counts: dict[EngineCounter, int], report: np.ndarray) -> None:
-    """Brings counts, which only grow, up to a report's counters, which are taken modulo 2**32."""
-    counters = report[len(Report) : HEADER_LEN].view(np.uint32)
-    for counter in EngineCounter:
-        counts[counter] += (counters[counter].item() - counts[counter]) % 2**32
 
 
 class Reader:

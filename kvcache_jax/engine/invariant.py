@@ -32,7 +32,7 @@ from kvcache_jax.arrays.masked_updates import num_true, run_if
 from kvcache_jax.attention.attention_plan import plan_attention
 from kvcache_jax.core.config import ceil_div
 from kvcache_jax.core.state import Cache, Step
-from kvcache_jax.decoding.forward import width_of
+from kvcache_jax.engine.draw import note_prompts
 from kvcache_jax.engine.options import Options
 from kvcache_jax.engine.schedule import is_unusual, schedule
 from kvcache_jax.engine.state import EngineState
@@ -88,26 +88,32 @@ def take_invariant_step(model: Model, params: Any, state: EngineState, options: 
         part = _part_of(prompts, part * length, length)
         last = _by_token(state.cache, following.tokens, following.step, length)
         body = jax.tree.map(lambda x, y: jnp.where(is_last, x, y), last, part)
-        cache, logits = _call(model, params, state.cache, *body)
-        return dataclasses.replace(state, cache=cache), prompts, following, logits, i + 1
+        cache, logits = _call(model, params, state, state.cache, *body)
+        state = dataclasses.replace(state, cache=cache)
+        if options.prompt_logprobs:
+            state = note_prompts(state, body[1], logits[:, None])
+        return state, prompts, following, logits, i + 1
 
     empty = _zeros_like(jax.eval_shape(plan_prompts, state)[1])
     state, prompts = run_if(is_rare, lambda carry: plan_prompts(carry[0]), (state, empty))
     following = _zeros_like(jax.eval_shape(plan_next, state)[1])
     body = _by_token(state.cache, following.tokens, following.step, length)
-    logits = _zeros_like(jax.eval_shape(lambda cache: _call(model, params, cache, *body)[1], state.cache))
+    logits = _zeros_like(
+        jax.eval_shape(lambda cache: _call(model, params, state, cache, *body)[1], state.cache)
+    )
     carry = state, prompts, following, logits, jnp.int32(0)
     state, _, following, logits, _ = lax.while_loop(lambda carry: carry[4] <= carry[1].num_parts, call, carry)
     shape = following.tokens.shape
     logits = logits[: following.tokens.size].reshape(*shape, -1)
-    return draw_next(model, state, following.step, following.tokens, logits, options)
+    return draw_next(model, params, state, following.step, following.tokens, logits, options)
 
 
-def _call(model: Model, params: Any, cache: Cache, tokens: jax.Array, step: Step) -> tuple[Cache, jax.Array]:
+def _call(
+    model: Model, params: Any, state: EngineState, cache: Cache, tokens: jax.Array, step: Step
+) -> tuple[Cache, jax.Array]:
     """Calls the model on tokens i32[n, 1]; returns the cache, and the logits [n, vocab]."""
-    result = model.forward(params, tokens, cache, plan_attention(cache, step))
-    width_of(result, *tokens.shape)
-    return result[1], result[0][:, 0]
+    logits, cache = model.call(params, state, tokens, cache, plan_attention(cache, step))
+    return cache, logits[:, 0]
 
 
 def _by_token(cache: Cache, tokens: jax.Array, step: Step, num_rows: int) -> tuple[jax.Array, Step]:

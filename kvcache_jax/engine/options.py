@@ -139,11 +139,16 @@ class Options:
     most_admissions: int  # requests looked at for admission in one step
     # Whether a token's logits may not depend on its company, to the bit; pieces are then of one token.
     batch_invariant: bool = False
+    prompt_logprobs: bool = False  # requests may ask for the log-probabilities of their prompts
 
     @property
     def width(self) -> int:
         """Tokens of a row in the part of a step that all rows take part in."""
         return 1 + self.num_drafts
+
+    def most_entries(self, max_seqs: int) -> int:
+        """Counts the entries that a step may add to the outbox."""
+        return max_seqs * self.width + (self.num_pieces * self.piece_len if self.prompt_logprobs else 0)
 
     def num_reserved(self, cache: Cache) -> list[int]:
         """Counts the blocks of each group that the watermark holds back."""
@@ -208,15 +213,16 @@ def with_budget(options: Options, config: CacheConfig, token_budget: int | None)
     return dataclasses.replace(options, num_pieces=num_pieces, piece_len=piece_len)
 
 
-def check_drafts(options: Options, config: CacheConfig, process_logits: Callable | None) -> None:
+def check_drafts(options: Options, config: CacheConfig, **hooks: Callable | None) -> None:
     """Refuses drafts where a hook, the cache's steps or its windows cannot take them."""
     if options.num_drafts == 0:
         return
-    if process_logits is not None:
-        raise ValueError(
-            f"got num_drafts = {options.num_drafts} and process_logits, expected one of them: the hook sees "
-            "one next token per row, and drafts are several"
-        )
+    for name, hook in hooks.items():
+        if hook is not None:
+            raise ValueError(
+                f"got num_drafts = {options.num_drafts} and {name}, expected one of them: the hook sees "
+                "one next token per row, and drafts are several"
+            )
     check_num_drafts(options.num_drafts, config)
 
 

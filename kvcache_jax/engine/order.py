@@ -55,23 +55,16 @@ def prompts_of(state: EngineState, slots: jax.Array) -> Prompts:
     num_tokens = get_at(state.length, slots, 0)
     tokens = items = None
     if state.cache.control.prefix_index is not None:
-        tokens = tokens_of(state, slots)
+        tokens = state.tokens_of(slots)
         items = None if requests.items is None else get_at(requests.items, slots, 0)
     return Prompts(
         num_tokens=num_tokens,
         namespace=get_at(requests.namespace, slots, 0),
         priority=get_at(requests.priority, slots, 0),
         tokens=tokens,
-        reuse=jnp.ones_like(num_tokens, bool),
+        reuse=~get_at(state.wants_prompt, slots, False),
         items=items,
     )
-
-
-def tokens_of(state: EngineState, slots: jax.Array) -> jax.Array:
-    """Reads the tokens of requests, i32[n, max_seq_len]; entries after their length are arbitrary."""
-    place = jnp.arange(state.cache.config.max_seq_len, dtype=jnp.int32)
-    start = get_at(state.requests.start, slots, 0)
-    return get_at(state.requests.tokens, start[:, None] + place[None])
 
 
 def waits(state: EngineState) -> jax.Array:

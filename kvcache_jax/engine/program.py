@@ -1,7 +1,7 @@
 """The engine's one program: takes in the host's news, makes up to `k` steps, and reports.
 
-The report is one array of i32, so that the host reads once per dispatch: a header (`Report`), then the
-outbox.
+The report is one array of i32, so that the host reads once per dispatch: a header (`Report`), the counters,
+the slot that runs in each row, then the outbox.
 """
 
 import dataclasses
@@ -65,31 +65,36 @@ class Inbox:
     ended: jax.Array  # i32[E], slots of requests that end; `num_slots` for none
     ended_uid: jax.Array  # i32[E], which request it is
     reason: jax.Array  # i32[E], `Finish`
+    num_generated: jax.Array  # i32[N], tokens of new requests after their prompts, known after a failure
     has_new_weights: jax.Array  # bool[], rows that run were computed under other ones
 
 
 def run_dispatch(
-    model: Model, params: Any, state: EngineState, inbox: Inbox, max_steps: jax.Array, options: Options
+    model: Model, params: Any, state: EngineState, inbox: Inbox, length: jax.Array, options: Options
 ) -> tuple[EngineState, jax.Array]:
-    """Takes in the inbox and makes up to `max_steps` i32[] steps, while there is work and room in the outbox.
+    """Takes in the inbox and makes steps, as many as `length` i32[2] has at least and at most.
 
-    The report is i32[HEADER_LEN + outbox].
+    It makes fewer than most once there are news, and than least without work or room in the outbox. The
+    report is i32[HEADER_LEN + max_seqs + outbox].
     """
-    state = dataclasses.replace(state, outbox_len=jnp.zeros_like(state.outbox_len))
-    state = _take_in(state, inbox, options)
-    most = state.cache.max_seqs * options.width
+    state = dataclasses.replace(
+        state, outbox_len=jnp.zeros_like(state.outbox_len), has_news=jnp.zeros_like(state.has_news)
+    )
+    state = _take_in(model, params, state, inbox)
+    most = options.most_entries(state.cache.max_seqs)
 
     def goes_on(loop: tuple[EngineState, jax.Array]) -> jax.Array:
         state, num_steps = loop
         has_room = state.outbox_len + most <= state.outbox.shape[0]
-        return (num_steps < max_steps) & state.has_work & has_room
+        most_steps = jnp.where(state.has_news, length[0], length[1])
+        return (num_steps < most_steps) & state.has_work & has_room
 
     def step(loop: tuple[EngineState, jax.Array]) -> tuple[EngineState, jax.Array]:
         state, num_steps = loop
         take = take_invariant_step if options.batch_invariant else take_step
         return take(model, params, state, options), num_steps + 1
 
-    state, _ = lax.while_loop(goes_on, step, (state, jnp.zeros_like(max_steps)))
+    state, _ = lax.while_loop(goes_on, step, (state, jnp.zeros_like(length[0])))
     state = finish(state)
     return state, _report(state)
 
@@ -108,14 +113,15 @@ def _report(state: EngineState) -> jax.Array:
     }
     header = jnp.stack([figures[name].astype(jnp.int32) for name in Report])
     counters = lax.bitcast_convert_type(state.counters, jnp.int32)
-    return jnp.concatenate([header, counters, state.outbox.reshape(-1)])
+    return jnp.concatenate([header, counters, state.row_request, state.outbox.reshape(-1)])
 
 
-def _take_in(state: EngineState, inbox: Inbox, options: Options) -> EngineState:
+def _take_in(model: Model, params: Any, state: EngineState, inbox: Inbox) -> EngineState:
     """Ends requests that the host ended, changes the weights, and enters new requests."""
     state = _end(state, inbox)
     state = dataclasses.replace(state, may_publish=state.may_publish & ~inbox.has_new_weights)
-    return _enter(count(state, updates=inbox.has_new_weights[None]), inbox)
+    state = _enter(count(state, updates=inbox.has_new_weights[None]), inbox)
+    return model.advanced_again(params, state, inbox.slots, inbox.num_generated)
 
 
 def _end(state: EngineState, inbox: Inbox) -> EngineState:
@@ -134,6 +140,7 @@ def _end(state: EngineState, inbox: Inbox) -> EngineState:
         phase=jnp.where(is_ended, Phase.DONE, state.phase).astype(jnp.int32),
         row_request=jnp.where(ends, requests.num_slots, state.row_request),
         is_ended=state.is_ended | ends,
+        has_news=state.has_news | is_it.any(),
     )
     return count(state, finished=is_it)
 
@@ -152,16 +159,19 @@ def _enter(state: EngineState, inbox: Inbox) -> EngineState:
         arrival_step=set_at(old.arrival_step, slots, state.step),
     )
     is_refused = is_new & is_beyond(state.cache, new.prompt_len + new.max_new - 1)
-    phase = jnp.where(is_refused, Phase.DONE, Phase.WAITING).astype(jnp.int32)
+    is_back = inbox.num_generated > 0
+    phase = jnp.where(is_back, Phase.PREEMPTED, Phase.WAITING)
+    phase = jnp.where(is_refused, Phase.DONE, phase).astype(jnp.int32)
     zeros = jnp.zeros_like(slots)
     state = dataclasses.replace(
         state,
         requests=requests,
         phase=set_at(state.phase, slots, phase),
-        num_generated=set_at(state.num_generated, slots, zeros),
+        num_generated=set_at(state.num_generated, slots, inbox.num_generated),
         num_preemptions=set_at(state.num_preemptions, slots, zeros),
         num_bypassed=set_at(state.num_bypassed, slots, zeros),
         may_admit=state.may_admit | is_new.any(),
+        has_news=state.has_news | is_refused.any(),
         service=service,
     )
     state = note_in_outbox(
@@ -199,4 +209,4 @@ def _lifted(state: EngineState) -> jax.Array:
 
 def outbox_len(options: Options, max_seqs: int, steps: int, num_entering: int, num_ended: int) -> int:
     """Counts the entries that `steps` steps and a full inbox may need."""
-    return steps * max_seqs * options.width + num_entering + num_ended
+    return steps * options.most_entries(max_seqs) + num_entering + num_ended

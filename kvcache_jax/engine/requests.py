@@ -11,19 +11,20 @@ in the order in which they were pushed, and is never used twice.
 """
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.typing import ArrayLike
 
-from kvcache_jax.arrays.number_checks import finite_number, static_count
+from kvcache_jax.arrays.number_checks import finite_number, static_count, static_flag
 from kvcache_jax.arrays.pytree import pytree_dataclass
 from kvcache_jax.core.arguments import hashable_id, namespace_words, priorities
 from kvcache_jax.core.token_arguments import host_tokens
 from kvcache_jax.decoding.options import GREEDY, SamplingParams, require_option
 from kvcache_jax.decoding.sampling import SamplingColumns
+from kvcache_jax.engine.inputs import InputSpec, empty_inputs
 
 
 @pytree_dataclass()
@@ -45,6 +46,8 @@ class RequestArrays:
     parent_uid: jax.Array  # i32[R], the `uid` that it has if it is still that one
     # i32[R, I, 2], first position and end of multimodal items, equal ones for none; None for I = 0.
     items: jax.Array | None
+    inputs: dict[str, jax.Array]  # by name [R, ...], values of its own; see `inputs.py`
+    wants_prompt: jax.Array  # bool[R], the log-probabilities of its prompt are reported
 
     @property
     def num_slots(self) -> int:
@@ -67,6 +70,8 @@ class TableSizes:
     num_stops: int  # stop tokens of one request
     num_clients: int  # clients of the policy "fair"
     num_items: int  # multimodal items of one request
+    num_tops: int = 0  # most probable tokens that are reported
+    inputs: tuple[InputSpec, ...] = ()
 
 
 def empty_requests(sizes: TableSizes) -> RequestArrays:
@@ -97,6 +102,8 @@ def empty_requests(sizes: TableSizes) -> RequestArrays:
         parent=column(num_slots),
         parent_uid=column(-1),
         items=column(0, (sizes.num_items, 2)) if sizes.num_items else None,
+        inputs=empty_inputs(sizes.inputs, num_slots),
+        wants_prompt=column(dtype=bool),
     )
 
 
@@ -119,6 +126,11 @@ class GenerationRequest:
       num_samples: Continuations, which share the prompt's blocks.
       deadline: Seconds after it was pushed, when it ends if it is not done. None: no end.
       items: First position and end of each multimodal item, as in `allocate`.
+      inputs: Values of its own by the names that the engine declares; zeros where there is none.
+      num_top_logprobs: Most probable tokens reported with each token. Default: as many as the engine has.
+      prompt_logprobs: Reports the log-probabilities of the prompt's tokens, which the cache then does not
+        serve. Of several samples the first one's events have them.
+      stop_strings: Texts that end it, given `Engine(detokenize=)`: its tokens and its text end before.
 
     Example:
       >>> import kvcache_jax as kv
@@ -138,6 +150,10 @@ class GenerationRequest:
     num_samples: int = 1
     deadline: float | None = None
     items: Sequence[tuple[int, int]] = ()
+    inputs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    num_top_logprobs: int | None = None
+    prompt_logprobs: bool = False
+    stop_strings: Sequence[str] = ()
 
     def __post_init__(self):
         prompt = host_tokens("prompt", self.prompt)
@@ -162,7 +178,12 @@ class GenerationRequest:
             "num_samples": static_count("num_samples", self.num_samples),
             "namespace": one_namespace(self.namespace),
             "items": items,
+            "inputs": {name: np.asarray(value) for name, value in dict(self.inputs).items()},
+            "prompt_logprobs": static_flag("prompt_logprobs", self.prompt_logprobs),
+            "stop_strings": _checked_stop_strings(self.stop_strings),
         }
+        if self.num_top_logprobs is not None:
+            checked["num_top_logprobs"] = static_count("num_top_logprobs", self.num_top_logprobs, least=0)
         if self.deadline is not None:
             checked["deadline"] = finite_number("deadline", self.deadline)
         for name, value in checked.items():
@@ -172,6 +193,12 @@ class GenerationRequest:
     def num_tokens(self) -> int:
         """Tokens of the prompt and of its longest continuation."""
         return len(self.prompt) + self.max_new_tokens
+
+
+def _checked_stop_strings(stops: Any) -> tuple[str, ...]:
+    if isinstance(stops, str) or not all(isinstance(stop, str) and stop for stop in stops):
+        raise ValueError(f"stop_strings is {stops!r}, expected a list of strings that are not empty")
+    return tuple(stops)
 
 
 def _checked_items(items: Any, prompt_len: int) -> tuple[tuple[int, int], ...]:

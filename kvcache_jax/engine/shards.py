@@ -39,6 +39,8 @@ class Shards:
         self._mesh, self._row_axis, self._config = mesh, placement.row_axis if placement else None, config
         spec = placement.params_spec if placement else None
         self._params_spec = PartitionSpec() if spec is None else spec
+        self._latest: Inbox | None = None
+        self._placed: Any = None
         if mesh is None:
             self._home = _home_of(params)
             self._program = _program_at(self._home, config)
@@ -60,16 +62,19 @@ class Shards:
         """Schedulers, each with `max_seqs` rows."""
         return 1 if self._mesh is None or self._row_axis is None else self._mesh.shape[self._row_axis]
 
-    def place(self, sizes: TableSizes, outbox_shape: tuple[int, int]) -> EngineState:
-        """Makes the state of an engine without requests, where it will live."""
+    def place(self, sizes: TableSizes, outbox_shape: tuple[int, int], counters: np.ndarray) -> EngineState:
+        """Makes the state of an engine without requests, where it will live.
+
+        Its `counters` are u32[shards, len(EngineCounter)].
+        """
         mesh = self._mesh
         if mesh is None:
             with jax.default_device(next(iter(self._home.device_set))):
-                state = empty_state(init(self._config), sizes, outbox_shape)
+                state = empty_state(init(self._config), sizes, outbox_shape, counters[0])
             return jax.device_put(state, _homes(self._home, self._config))
         config = dataclasses.replace(self._config, head_axis=None)
-        control = empty_state(init(config, storage=False), sizes, outbox_shape)
-        stacked = jax.tree.map(lambda x: np.stack([np.asarray(x)] * self.num_shards), control)
+        states = [empty_state(init(config, storage=False), sizes, outbox_shape, own) for own in counters]
+        stacked = jax.tree.map(lambda *shards: np.stack(shards), *states)
         rows = NamedSharding(mesh, PartitionSpec(self._row_axis))
         pool = NamedSharding(mesh, PartitionSpec(self._row_axis, None, self._config.head_axis))
         shapes = jax.eval_shape(lambda: init(config).pools)
@@ -96,11 +101,11 @@ class Shards:
         params: Any,
         state: EngineState,
         inboxes: Sequence[Inbox],
-        max_steps: np.int32,
+        length: np.ndarray,
     ) -> tuple[EngineState, jax.Array]:
         """Runs a dispatch on all shards; the reports are i32[shards, any]."""
         news = self._joined(inboxes)
-        return self._program(params, state, news, max_steps, model=model, options=options)
+        return self._program(params, state, news, length, model, options)
 
     def lower(
         self,
@@ -109,15 +114,20 @@ class Shards:
         params: Any,
         state: EngineState,
         inboxes: Sequence[Inbox],
-        max_steps: np.int32,
+        length: np.ndarray,
     ) -> jax.stages.Lowered:
         """Lowers the program that `run` runs."""
         news = self._joined(inboxes)
-        return self._program.lower(params, state, news, max_steps, model=model, options=options)
+        return self._program.lower(params, state, news, length, model, options)
 
     def _joined(self, inboxes: Sequence[Inbox]) -> Inbox:
         if self._mesh is None:
-            return inboxes[0]
+            if inboxes[0] is not self._latest:
+                self._latest = self._placed = inboxes[0]
+            elif self._placed is self._latest and len(self._home.device_set) == 1:
+                # One that comes again, as it does without news, is copied to the device once.
+                self._placed = jax.device_put(inboxes[0], self._home)
+            return self._placed
         return jax.tree.map(lambda *columns: np.stack(columns), *inboxes)
 
     def _program_on(self, mesh: Mesh) -> Any:
@@ -125,10 +135,10 @@ class Shards:
         rows = PartitionSpec(self._row_axis)
         pools = PartitionSpec(self._row_axis, None, self._config.head_axis)
 
-        def run(params, state, inbox, max_steps, model, options):
-            def on_shard(params, state, inbox, max_steps):
+        def run(params, state, inbox, length, model, options):
+            def on_shard(params, state, inbox, length):
                 state, inbox = jax.tree.map(lambda x: x[0], (state, inbox))
-                state, report = run_dispatch(model, params, state, inbox, max_steps, options)
+                state, report = run_dispatch(model, params, state, inbox, length, options)
                 return jax.tree.map(lambda x: x[None], (state, report))
 
             specs = jax.tree.map(lambda _: rows, state)
@@ -148,7 +158,7 @@ class Shards:
                 in_specs=(self._params_spec, specs, rows, PartitionSpec()),
                 out_specs=(specs, rows),
                 check_vma=False,
-            )(params, state, inbox, max_steps)
+            )(params, state, inbox, length)
 
         return jax.jit(run, static_argnames=("model", "options"), donate_argnames="state")
 
@@ -193,9 +203,9 @@ def _program_at(home: Sharding, config: CacheConfig) -> Any:
     """Makes the program at one place, which engines of equal models, sizes and options share there."""
 
     def run(
-        params: Any, state: EngineState, inbox: Inbox, max_steps: jax.Array, model: Model, options: Options
+        params: Any, state: EngineState, inbox: Inbox, length: jax.Array, model: Model, options: Options
     ) -> tuple[EngineState, jax.Array]:
-        state, report = run_dispatch(model, params, state, inbox, max_steps, options)
+        state, report = run_dispatch(model, params, state, inbox, length, options)
         return state, report[None]
 
     # A state that comes out as it went in has the next dispatch run the same program.
@@ -203,6 +213,8 @@ def _program_at(home: Sharding, config: CacheConfig) -> Any:
         run,
         static_argnames=("model", "options"),
         donate_argnames="state",
+        # On a mesh jax compiles a second program for an inbox that is there already.
+        in_shardings=(None, None, home, home) if len(home.device_set) == 1 else None,
         out_shardings=(_homes(home, config), home),
     )
 

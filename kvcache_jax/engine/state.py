@@ -109,6 +109,7 @@ class EngineState:
       is_ended: bool[max_seqs], the row is to be freed.
       may_publish: bool[max_seqs], its blocks were computed under the present weights.
       may_admit: bool[], something changed since the last request did not fit.
+      has_news: bool[], a request got its first token or ended since the last check-in.
       service: i32[clients], weighted tokens that each client got, above the least of clients with requests.
       outbox: i32[any, width], events since the last check-in; see `note_in_outbox`.
       outbox_len: i32[].
@@ -125,6 +126,7 @@ class EngineState:
     is_ended: jax.Array
     may_publish: jax.Array
     may_admit: jax.Array
+    has_news: jax.Array
     service: jax.Array
     outbox: jax.Array
     outbox_len: jax.Array
@@ -150,6 +152,27 @@ class EngineState:
         return get_at(self.length, self.row_request, 0)
 
     @property
+    def row_generated(self) -> jax.Array:
+        """i32[max_seqs], tokens after the prompt of each row's request."""
+        return get_at(self.num_generated, self.row_request, 0)
+
+    @property
+    def row_tokens(self) -> jax.Array:
+        """i32[max_seqs, max_seq_len], tokens of each row's request; after `row_length` they are arbitrary."""
+        return self.tokens_of(self.row_request)
+
+    def tokens_of(self, slots: jax.Array) -> jax.Array:
+        """Reads the tokens of requests, i32[n, max_seq_len]; entries after their length are arbitrary."""
+        place = jnp.arange(self.cache.config.max_seq_len, dtype=jnp.int32)
+        start = get_at(self.requests.start, slots, 0)
+        return get_at(self.requests.tokens, start[:, None] + place[None])
+
+    @property
+    def wants_prompt(self) -> jax.Array:
+        """bool[R], the log-probabilities of its prompt are still to be reported."""
+        return self.requests.wants_prompt & (self.num_generated == 0)
+
+    @property
     def num_to_compute(self) -> jax.Array:
         """i32[max_seqs], tokens of each running row that are not in the cache."""
         return jnp.where(self.is_running, self.row_length - self.cache.context_len, 0)
@@ -165,10 +188,15 @@ class EngineState:
         return ((self.phase >= Phase.WAITING) & (self.phase <= Phase.PREEMPTED)).any()
 
 
-def empty_state(cache: Cache, sizes: TableSizes, outbox_shape: tuple[int, int]) -> EngineState:
-    """Makes the state of an engine without requests on an idle cache; all but the cache in numpy."""
+def empty_state(
+    cache: Cache, sizes: TableSizes, outbox_shape: tuple[int, int], counters: Any = 0
+) -> EngineState:
+    """Makes the state of an engine without requests on an idle cache; all but the cache in numpy.
 
-    def zeros(*shape: int, fill: int = 0, dtype: Any = np.int32) -> Any:
+    `counters` u32[len(EngineCounter)] go on from another state's.
+    """
+
+    def zeros(*shape: int, fill: Any = 0, dtype: Any = np.int32) -> Any:
         return np.full(shape, fill, dtype)
 
     num_slots, max_seqs = sizes.num_slots, cache.max_seqs
@@ -183,10 +211,11 @@ def empty_state(cache: Cache, sizes: TableSizes, outbox_shape: tuple[int, int]) 
         is_ended=zeros(max_seqs, dtype=bool),
         may_publish=zeros(max_seqs, dtype=bool),
         may_admit=zeros(dtype=bool),
+        has_news=zeros(dtype=bool),
         service=zeros(sizes.num_clients),
         outbox=zeros(*outbox_shape),
         outbox_len=zeros(),
-        counters=zeros(len(EngineCounter), dtype=np.uint32),
+        counters=zeros(len(EngineCounter), fill=counters, dtype=np.uint32),
     )
 
 
@@ -202,6 +231,8 @@ def count(state: EngineState, **events: jax.Array) -> EngineState:
 
 NUM_COLUMNS = 5
 NO_TOKEN = -1
+OF_PROMPT = -1
+"""In place of a `Finish`: the entry has a position of the prompt for a token, and its log-probability."""
 
 
 def outbox_width(num_top_logprobs: int) -> int:

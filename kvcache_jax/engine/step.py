@@ -1,20 +1,22 @@
 """One step of the engine: requests end and start, rows get blocks, the model is called, tokens are drawn."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from kvcache_jax.arrays.masked_updates import add_at, get_at, run_if
+from kvcache_jax.arrays.masked_updates import add_at, get_at, run_if, set_at
 from kvcache_jax.attention.attention_plan import plan_attention
-from kvcache_jax.core.state import Step
+from kvcache_jax.core.state import Cache, Step
 from kvcache_jax.decoding.forward import Forward, width_of
 from kvcache_jax.decoding.prefill import padded_step
 from kvcache_jax.decoding.sampling import are_numbers
 from kvcache_jax.engine.admit import fork_samples, preempt
-from kvcache_jax.engine.draw import draw, next_tokens, write_down
+from kvcache_jax.engine.draw import draw, next_tokens, note_prompts, write_down
+from kvcache_jax.engine.inputs import asks_for, inputs_of
 from kvcache_jax.engine.options import Options
 from kvcache_jax.engine.schedule import PromptPieces, is_unusual, schedule
 from kvcache_jax.engine.state import EngineState, Phase, count
@@ -22,8 +24,16 @@ from kvcache_jax.operations.commit import commit_rows
 from kvcache_jax.operations.extend import extend
 from kvcache_jax.operations.reserve import extend_reserved, needs, num_free, reserve
 
-ProcessLogits = Callable[[jax.Array, EngineState], jax.Array]
-"""`(logits f32[max_seqs, vocab], state) -> logits`, pure; row i belongs to request `state.row_request[i]`."""
+ProcessLogits = Callable[..., jax.Array]
+"""`(logits f32[max_seqs, vocab], state) -> logits`, pure; row i belongs to request `state.row_request[i]`.
+
+A parameter `inputs` is handed each row's, `params` the model's.
+"""
+AdvanceInputs = Callable[..., Mapping[str, jax.Array]]
+"""`(inputs {name: [n, ...]}, tokens i32[n]) -> inputs`, pure: those that change after each row's token.
+
+A parameter `params` is handed the model's.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +42,63 @@ class Model:
 
     forward: Forward
     process_logits: ProcessLogits | None = None  # changes logits before a token is drawn; or None
+    advance_inputs: AdvanceInputs | None = None  # changes inputs after a token was drawn; or None
+
+    def call(
+        self, params: Any, state: EngineState, tokens: jax.Array, cache: Cache, step: Step
+    ) -> tuple[jax.Array, Cache]:
+        """Calls the model on a padded step of rows of the state."""
+        more = {}
+        if asks_for(self.forward, "inputs"):
+            slots = get_at(state.row_request, step.seq_ids, state.requests.num_slots)
+            more["inputs"] = inputs_of(state.requests.inputs, slots)
+        result = self.forward(params, tokens, cache, step, **more)
+        width_of(result, *tokens.shape)
+        return result
+
+    def process(self, params: Any, state: EngineState, logits: jax.Array) -> jax.Array:
+        """Processes the logits f32[max_seqs, vocab] of the rows."""
+        assert self.process_logits is not None
+        found = {"inputs": inputs_of(state.requests.inputs, state.row_request), "params": params}
+        return self.process_logits(
+            logits, state, **{name: x for name, x in found.items() if asks_for(self.process_logits, name)}
+        )
+
+    def advanced(self, params: Any, state: EngineState, slots: jax.Array, tokens: jax.Array) -> EngineState:
+        """Advances the inputs of requests `slots` i32[n] by a token each; R for none."""
+        if self.advance_inputs is None:
+            return state
+        columns = state.requests.inputs
+        more = {"params": params} if asks_for(self.advance_inputs, "params") else {}
+        changed = dict(self.advance_inputs(inputs_of(columns, slots), tokens, **more))
+        for name, value in changed.items():
+            if name not in columns or value.shape[1:] != columns[name].shape[1:]:
+                shape = getattr(value, "shape", value)
+                raise TypeError(
+                    f"advance_inputs returned {name!r} of {shape}, expected inputs that it was given, "
+                    f"[n, ...]: { ({n: x.shape[1:] for n, x in columns.items()}) }"
+                )
+        inputs = columns | {name: set_at(columns[name], slots, value) for name, value in changed.items()}
+        return dataclasses.replace(state, requests=dataclasses.replace(state.requests, inputs=inputs))
+
+    def advanced_again(
+        self, params: Any, state: EngineState, slots: jax.Array, num_generated: jax.Array
+    ) -> EngineState:
+        """Advances the inputs of requests that come back by the tokens i32[n] that they had generated."""
+        if self.advance_inputs is None:
+            return state
+        requests = state.requests
+        start = get_at(requests.start + requests.prompt_len, slots, 0)
+
+        def advance(i: jax.Array, state: EngineState) -> EngineState:
+            tokens = get_at(requests.tokens, start + i)
+            return self.advanced(
+                params, state, jnp.where(i < num_generated, slots, requests.num_slots), tokens
+            )
+
+        small = dataclasses.replace(state, cache=dataclasses.replace(state.cache, pools=(), kept=None))
+        small = lax.fori_loop(0, jnp.max(num_generated), advance, small)
+        return dataclasses.replace(state, requests=small.requests)
 
 
 def reserve_prompts(state: EngineState, plan: PromptPieces) -> tuple[EngineState, Step]:
@@ -90,27 +157,33 @@ def reserve_next(
 
 
 def draw_next(
-    model: Model, state: EngineState, step: Step, tokens: jax.Array, logits: jax.Array, options: Options
+    model: Model,
+    params: Any,
+    state: EngineState,
+    step: Step,
+    tokens: jax.Array,
+    logits: jax.Array,
+    options: Options,
 ) -> EngineState:
     """Draws the tokens after the next ones from their logits, and publishes full blocks."""
     logits = logits.astype(jnp.float32)
     if model.process_logits is not None:
-        logits = _processed(model.process_logits, logits, state)
+        logits = _processed(model.process(params, state, logits[:, 0]), logits[:, 0])
     is_good = _all_numbers(logits, step)
     state, drawn = draw(state, step, logits, tokens, options)
-    state = write_down(state, drawn, options)
+    slots = jnp.where(drawn.num_tokens > 0, state.row_request, state.requests.num_slots)
+    state = model.advanced(params, write_down(state, drawn, options), slots, drawn.tokens[:, 0])
     return _publish(state, is_good)
 
 
-def _processed(process: ProcessLogits, logits: jax.Array, state: EngineState) -> jax.Array:
-    processed = process(logits[:, 0], state)
+def _processed(processed: Any, logits: jax.Array) -> jax.Array:
     is_array = isinstance(processed, jax.Array)
     is_float = is_array and jnp.issubdtype(processed.dtype, jnp.floating)
-    if not (is_float and processed.shape == logits[:, 0].shape):
+    if not (is_float and processed.shape == logits.shape):
         found = f"{processed.dtype}{list(processed.shape)}" if is_array else repr(processed)
         raise TypeError(
             f"process_logits returned {found}, expected floating logits of the shape that it got, "
-            f"{list(logits[:, 0].shape)}; of a mask make jnp.where(mask, logits, -jnp.inf)"
+            f"{list(logits.shape)}; of a mask make jnp.where(mask, logits, -jnp.inf)"
         )
     return processed.astype(jnp.float32)[:, None]
 
@@ -139,25 +212,29 @@ def take_step(model: Model, params: Any, state: EngineState, options: Options) -
     def rare(carry):
         state, _ = carry
         state, plan = schedule(state, options)
-        state = _compute_prompts(model, params, state, plan)
+        state = _compute_prompts(model, params, state, plan, options)
         return make_room(state, options)
 
     none = jnp.zeros(state.cache.max_seqs, bool)
     state, is_stalled = run_if(is_unusual(state), rare, (state, none))
     state, tokens, step = reserve_next(state, is_stalled, options)
-    result = model.forward(params, tokens, state.cache, step)
-    width_of(result, *tokens.shape)
-    state = dataclasses.replace(state, cache=result[1])
-    return draw_next(model, state, step, tokens, result[0], options)
+    logits, cache = model.call(params, state, tokens, state.cache, step)
+    state = dataclasses.replace(state, cache=cache)
+    if options.prompt_logprobs:
+        state = note_prompts(state, step, logits)
+    return draw_next(model, params, state, step, tokens, logits, options)
 
 
-def _compute_prompts(model: Model, params: Any, state: EngineState, plan: PromptPieces) -> EngineState:
-    """Computes pieces of prompts, if there are any; their logits are not read."""
+def _compute_prompts(
+    model: Model, params: Any, state: EngineState, plan: PromptPieces, options: Options
+) -> EngineState:
+    """Computes pieces of prompts, if there are any; their logits are not read but for log-probabilities."""
 
     def compute(state: EngineState) -> EngineState:
         state, step = reserve_prompts(state, plan)
-        result = model.forward(params, plan.tokens, state.cache, plan_attention(state.cache, step))
-        width_of(result, *plan.tokens.shape)
-        return dataclasses.replace(state, cache=result[1])
+        step = plan_attention(state.cache, step)
+        logits, cache = model.call(params, state, plan.tokens, state.cache, step)
+        state = dataclasses.replace(state, cache=cache)
+        return note_prompts(state, step, logits) if options.prompt_logprobs else state
 
     return run_if((plan.num_tokens > 0).any(), compute, state)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvcache_jax.engine.inputs import check_inputs
 from kvcache_jax.engine.program import Inbox
 from kvcache_jax.engine.requests import (
     GenerationRequest,
@@ -22,6 +23,7 @@ from kvcache_jax.engine.requests import (
     sample_seed,
 )
 from kvcache_jax.engine.state import Finish
+from kvcache_jax.engine.stop_text import Detokenize, StopText
 from kvcache_jax.prefix.names import namespace_within
 
 _MOST_SAMPLES = 2**31 - 2
@@ -40,8 +42,21 @@ class Sample:
     run: tuple[int, int]  # first token and length of its run in the buffer of tokens
     parent: "Sample | None"  # the request's first sample; None for that one
     ends_at: float | None  # on the host's clock; None for no deadline
+    pushed_at: float
     is_sent: bool = False  # the device knows of it
-    is_ending: bool = False  # the device was told to end it
+    ending: Finish | None = None  # why the device was told to end it
+    tokens: list[int] = dataclasses.field(default_factory=list)  # those that were told, after the prompt
+    # When it first had a row, and when its first and its latest tokens came, all on the host's clock.
+    started_at: float | None = None
+    first_at: float | None = None
+    told_at: float | None = None
+    prompt_logprobs: np.ndarray | None = None  # f32[prompt_len - 1], until they are told
+    text: StopText | None = None
+    has_stopped: bool = False  # by a stop string: its consumer knows, and the device will
+
+    def time_queued(self, now: float) -> float:
+        """Seconds without a row, until now if it has had none."""
+        return (now if self.started_at is None else self.started_at) - self.pushed_at
 
 
 class Parcel(NamedTuple):
@@ -108,6 +123,7 @@ class RequestTable:
         self._to_send: deque[Sample] = deque()
         self._to_end: deque[tuple[Sample, Finish]] = deque()
         self._next_uid = 0
+        self._quiet: Inbox | None = None  # without news, under the present namespaces
 
     def __len__(self) -> int:
         return len(self._by_slot)
@@ -122,7 +138,13 @@ class RequestTable:
         """Finds the samples of a request that have not ended."""
         return list(self._by_id.get(request_id, ()))
 
-    def add(self, request: GenerationRequest, request_id: Hashable, now: float) -> bool:
+    def add(
+        self,
+        request: GenerationRequest,
+        request_id: Hashable,
+        now: float,
+        detokenize: Detokenize | None = None,
+    ) -> bool:
         """Takes slots and runs for all samples of a request; False, and nothing taken, without room."""
         # No token is stored of a request that the device will refuse.
         is_long = request.num_tokens - 1 > self._max_seq_len
@@ -142,17 +164,21 @@ class RequestTable:
         for sample_id, start in enumerate(runs):
             slot, uid = self._free_slots.popleft(), self._next_uid
             self._next_uid += 1
-            sample = Sample(request, request_id, sample_id, uid, slot, (start, run_len), first, ends_at)
+            run = start, run_len
+            sample = Sample(request, request_id, sample_id, uid, slot, run, first, ends_at, pushed_at=now)
             first = first or sample
+            if request.stop_strings and detokenize is not None:
+                sample.text = StopText(request.stop_strings, detokenize)
             self._by_slot[slot] = sample
             self._namespaces[slot] = namespace_within(self._weights, one_namespace(sample.request.namespace))
             self._by_id.setdefault(request_id, []).append(sample)
             self._to_send.append(sample)
+        self._quiet = None
         return True
 
     def set_weights(self, namespace: np.ndarray) -> None:
         """Sets the namespace u32[4] of the weights, within which all samples have theirs from now on."""
-        self._weights = namespace
+        self._weights, self._quiet = namespace, None
         for slot, sample in self._by_slot.items():
             self._namespaces[slot] = namespace_within(namespace, one_namespace(sample.request.namespace))
 
@@ -162,10 +188,26 @@ class RequestTable:
             self._to_send.remove(sample)
             self.remove(sample)
             return True
-        if not sample.is_ending:
-            sample.is_ending = True
+        if sample.ending is None:
+            sample.ending = reason
             self._to_end.append((sample, reason))
         return False
+
+    def send_again(self) -> list[tuple[Sample, Finish]]:
+        """Tells all samples to a device that knows of none; removes and returns those that were to end."""
+        self._to_end.clear()
+        samples = sorted(self, key=lambda sample: sample.uid)
+        ended = [(sample, sample.ending) for sample in samples if sample.ending is not None]
+        for sample, _ in ended:
+            self.remove(sample)
+        self._to_send = deque(sample for sample in samples if sample.ending is None)
+        for sample in self._to_send:
+            sample.is_sent = False
+        return ended
+
+    def get(self, slot: int) -> Sample | None:
+        """Finds the sample of a slot; None for one without."""
+        return self._by_slot.get(slot)
 
     def find(self, slot: int, uid: int) -> Sample:
         """Finds the sample that the device speaks of."""
@@ -183,32 +225,44 @@ class RequestTable:
         self._runs.give_back(*sample.run)
 
     def pack(self, has_new_weights: bool) -> Parcel:
-        """Packs the news that the device is told next, as much as one inbox takes; changes nothing.
+        """Packs the news that the device is told next, as much as one inbox takes.
 
-        Only `mark_sent` does, so that nothing is lost with an inbox that could not be handed over.
+        Only `mark_sent` takes them away, so that nothing is lost with an inbox that could not be handed over.
+        Without news the inbox is the same object each time.
         """
+        if self._to_send or self._to_end or has_new_weights:
+            return self._packed(has_new_weights)
+        self._quiet = self._quiet or self._packed(False).inbox
+        return Parcel(self._quiet, 0, 0)
+
+    def _packed(self, has_new_weights: bool) -> Parcel:
         sizes = self._inbox_sizes
         columns = empty_requests(sizes)
         slots = np.full(sizes.num_slots, self._sizes.num_slots, np.int32)
         parents = slots.copy()
         places = np.full(sizes.num_tokens, self._sizes.num_tokens, np.int32)
+        num_generated = np.zeros_like(slots)
         num_sent = num_tokens = 0
         for sample in itertools.islice(self._to_send, sizes.num_slots):
-            prompt = sample.request.prompt if sample.run[1] else sample.request.prompt[:0]
+            known = (
+                np.append(sample.request.prompt, sample.tokens) if sample.tokens else sample.request.prompt
+            )
+            known = known if sample.run[1] else known[:0]
             if num_sent and sample.parent is None:  # samples go together, where an inbox takes them all
                 is_full = num_sent + sample.request.num_samples > sizes.num_slots
-                is_full |= num_tokens + sample.request.num_samples * len(prompt) > sizes.num_tokens
+                is_full |= num_tokens + sample.request.num_samples * len(known) > sizes.num_tokens
                 if is_full:
                     break
-            if num_tokens + len(prompt) > sizes.num_tokens:
+            if num_tokens + len(known) > sizes.num_tokens:
                 break
             slots[num_sent] = sample.slot
             _write(columns, num_sent, sample, self._max_seq_len)
             if sample.parent is not None:
                 parents[num_sent] = sample.parent.slot
-            columns.tokens[num_tokens : num_tokens + len(prompt)] = prompt  # type: ignore
-            places[num_tokens : num_tokens + len(prompt)] = sample.run[0] + np.arange(len(prompt))
-            num_sent, num_tokens = num_sent + 1, num_tokens + len(prompt)
+            columns.tokens[num_tokens : num_tokens + len(known)] = known  # type: ignore
+            places[num_tokens : num_tokens + len(known)] = sample.run[0] + np.arange(len(known))
+            num_generated[num_sent] = len(sample.tokens)
+            num_sent, num_tokens = num_sent + 1, num_tokens + len(known)
         ended = np.full(self._most_ended, self._sizes.num_slots, np.int32)
         ended_uid, reason = np.full_like(ended, -1), np.zeros_like(ended)
         num_ends = min(len(self._to_end), self._most_ended)
@@ -222,6 +276,7 @@ class RequestTable:
             ended=ended,
             ended_uid=ended_uid,
             reason=reason,
+            num_generated=num_generated,
             has_new_weights=np.bool_(has_new_weights),
         )
         return Parcel(Inbox(**news), num_sent, num_ends)
@@ -264,6 +319,9 @@ def _write(columns: Any, i: int, sample: Sample, max_seq_len: int) -> None:
     columns.priority[i], columns.client[i] = request.priority, request.client
     if sample.parent is not None:
         columns.parent_uid[i] = sample.parent.uid
+    columns.wants_prompt[i] = request.prompt_logprobs and sample.parent is None
+    for name, value in request.inputs.items():
+        columns.inputs[name][i] = value
     for k, item in enumerate(request.items):
         columns.items[i, k] = item
 
@@ -305,6 +363,12 @@ def check_fits(request: GenerationRequest, sizes: TableSizes, max_seq_len: int) 
                 f"a request has {value} {what}, expected at most {most}: make the Engine with a larger "
                 f"{name} in its kv.engine.Limits"
             )
+    if (request.num_top_logprobs or 0) > sizes.num_tops:
+        raise ValueError(
+            f"a request has num_top_logprobs = {request.num_top_logprobs}, expected at most "
+            f"{sizes.num_tops}: make the Engine with a larger one"
+        )
+    check_inputs(request.inputs, sizes.inputs)
     # No token is stored of a request that the device will refuse.
     is_long = request.num_tokens - 1 > max_seq_len
     num_tokens = 0 if is_long else request.num_samples * request.num_tokens

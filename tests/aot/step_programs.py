@@ -122,7 +122,7 @@ def _ending(limits: Limits) -> Program:
     return Program("rows end", f"commit and free of {NUM_ENDED}", config, function, arguments, limits)
 
 
-def serve(state, decoder, inbox, max_steps):
+def serve(state, decoder, inbox, length):
     """A dispatch of the engine."""
     options = Options(
         policy="fcfs",
@@ -133,7 +133,7 @@ def serve(state, decoder, inbox, max_steps):
         schedule=Schedule(),
         most_admissions=4,
     )
-    return run_dispatch(Model(forward), decoder, state, inbox, max_steps, options)
+    return run_dispatch(Model(forward), decoder, state, inbox, length, options)
 
 
 def serve_arguments(config: kv.CacheConfig, decoder: Decoder) -> tuple:
@@ -143,7 +143,7 @@ def serve_arguments(config: kv.CacheConfig, decoder: Decoder) -> tuple:
     state = jax.eval_shape(lambda cache: empty_state(cache, sizes, outbox), shapes_of(config))
     table = RequestTable(sizes, dataclasses.replace(sizes, num_slots=64), 64, config.max_seq_len)
     inbox = jax.eval_shape(lambda: table.pack(False).inbox)
-    return state, decoder, inbox, i32()
+    return state, decoder, inbox, i32(2)
 
 
 def _engine(kernels: str, limits: Limits, **options_of_cache) -> Program:

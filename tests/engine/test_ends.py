@@ -94,7 +94,7 @@ def test_who_came_first_goes_first_when_the_count_of_steps_begins_again():
     for start in (2**31 - 2, 2**32 - 2):
         order = []
         counters = engine.state.counters.at[kv.engine.Counter.STEPS].set(np.uint32(start))
-        engine._state = dataclasses.replace(engine.state, counters=counters)
+        engine._device._state = dataclasses.replace(engine.state, counters=counters)
         assert engine.push([ask([i], 7, f"row {i}") for i in range(4)] + [ask([9], 2, "before")]) == 5
         for _ in range(3):
             engine.drain(max_steps=1)

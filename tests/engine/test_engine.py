@@ -272,7 +272,9 @@ def test_the_host_reads_once_per_dispatch_and_nowhere_else(reads_are_refused):
         before, said = engine.figures(), {}
         with reads_are_refused():
             assert engine.push(requests) == num_requests
-            note(said, engine)
+            while engine.num_unfinished:
+                engine.drain(max_steps=8)
+                note(said, engine.take_events())
             after = engine.figures()
         expect(said, requests)
         num_steps = after.counts[kv.engine.Counter.STEPS] - before.counts[kv.engine.Counter.STEPS]

@@ -1,4 +1,4 @@
-"""Whoever else is in the batch: the same tokens as each request alone, without cache or engine."""
+"""Whoever else is in the batch, at any length of dispatches, across resets: each request's own tokens."""
 
 from typing import Any
 
@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import kvcache_jax as kv
+from kvcache_jax.engine.pace import Length, Pace
 from tests.engine.exact_engine import LIMITS
 from tests.engine.exact_model import collect, config, decode_alone, forward, make_params, random_request
 
@@ -43,11 +44,24 @@ def make_engine(name):
     )
 
 
+class RandomPace(Pace):
+    """Dispatches of any lengths, ended early by any news, one or two of them under way."""
+
+    def __init__(self, most_steps, rng):
+        super().__init__(most_steps)
+        self.most_steps, self.rng = most_steps, rng
+
+    def choose(self, now):
+        most = int(self.rng.integers(1, self.most_steps + 1))
+        return Length(int(self.rng.integers(1, most + 1)), most), int(self.rng.integers(1, 3))
+
+
 def check_mixes(engine, seeds, num_requests=9):
     for seed in seeds:
         rng = np.random.default_rng(seed)
         requests = [random_request(rng, i) for i in range(num_requests)]
-        said = collect(engine, requests)
+        engine._pace = RandomPace(engine._steps, rng)
+        said = collect(engine, requests, lambda rng=rng: engine.reset() if rng.random() < 0.04 else None)
         assert len(said) == sum(request.num_samples for request in requests)
         samples = [(request, i) for request in requests for i in range(request.num_samples)]
         for request, i in samples:

@@ -63,7 +63,7 @@ def test_a_dispatch_that_raises_keeps_what_it_was_to_end(monkeypatch):
 
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
         patch.setattr(Shards, "run", fail)
-        engine.drain()
+        engine.drain(max_steps=2)
     note(said, engine)
     assert said[1, 0][2] == "cancelled"
     expect(said, [requests[0], requests[2], ask([4], 3, 4)])
@@ -75,7 +75,7 @@ def test_new_weights_reach_rows_though_a_dispatch_raised(monkeypatch):
     engine, said = make_engine(), {}
     request, words = ask([1, 2, 3, 4, 6, 7], 30, "across"), kv.namespace(weights="new")
     assert engine.push([request]) == 1
-    engine.drain()
+    engine.drain(max_steps=8)
     engine.set_params(make_params(shift=1), words)
 
     def fail(*_):
@@ -83,7 +83,7 @@ def test_new_weights_reach_rows_though_a_dispatch_raised(monkeypatch):
 
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
         patch.setattr(Shards, "run", fail)
-        engine.drain()
+        engine.drain(max_steps=8)
     note(said, engine.take_events())
     note(said, engine)
     tokens = [[*request.prompt, *said["across", 0][0]]]

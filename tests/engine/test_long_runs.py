@@ -46,7 +46,7 @@ def test_ten_thousand_requests_through_32_rows_and_a_pool_that_fits_8():
     said, num_drains = {}, 0
     while waiting or engine.num_unfinished:
         waiting = waiting[engine.push(waiting[:200]) :]
-        engine.drain()
+        engine.drain(max_steps=32)
         num_drains += 1
         if num_drains % 20 == 0:
             check_state(engine.state)
@@ -69,7 +69,9 @@ def test_reads_of_the_host_at_1_and_at_64_rows(num_requests, reads_are_refused):
     engine, said = kv.Engine(look_up, {}, cache, token_budget=96), {}
     with reads_are_refused():
         assert engine.push([ask([i % 16], 250, i) for i in range(num_requests)]) == num_requests
-        note(said, engine)
+        while engine.num_unfinished:
+            engine.drain(max_steps=32)
+            note(said, engine.take_events())
         figures = engine.figures()
     assert [len(tokens) for tokens, *_ in said.values()] == [250] * num_requests
     assert 0 < figures.num_reads <= figures.counts[kv.engine.Counter.STEPS] / 16

@@ -1,0 +1,133 @@
+"""The device's side of an engine: its state, and the dispatches under way.
+
+All reads of the device go through one `Reader`.
+"""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from kvcache_jax.engine.events import Reader
+from kvcache_jax.engine.failure import EngineFailed
+from kvcache_jax.engine.options import Options
+from kvcache_jax.engine.pace import Length
+from kvcache_jax.engine.program import Inbox
+from kvcache_jax.engine.requests import TableSizes
+from kvcache_jax.engine.shards import Shards, with_same_shapes
+from kvcache_jax.engine.state import EngineState
+from kvcache_jax.engine.step import Model
+
+
+class _Flight(NamedTuple):
+    """A dispatch under way."""
+
+    reports: jax.Array
+    launched_at: float
+
+
+class Arrival(NamedTuple):
+    """The reports i32[shards, any] of a dispatch; seconds of `time.monotonic`."""
+
+    reports: np.ndarray
+    begun_at: float
+    at: float
+    is_late: bool  # they were there before the host asked
+
+
+class Device:
+    """Runs the program of an engine, from dispatch to dispatch.
+
+    Attributes:
+      params: Of the model, where the program wants them.
+      read: The `Reader`.
+    """
+
+    def __init__(
+        self,
+        shards: Shards,
+        model: Model,
+        options: Options,
+        params: Any,
+        sizes: TableSizes,
+        outbox_shape: tuple[int, int],
+    ):
+        self._shards, self._model, self._options = shards, model, options
+        self._sizes, self._outbox_shape = sizes, outbox_shape
+        self.params = shards.place_params(params)
+        self.read = Reader()
+        self._state: EngineState | None = None
+        self._failure: Exception | None = None
+        self._in_flight: deque[_Flight] = deque()
+        self._arrived_at = 0.0
+
+    @property
+    def num_in_flight(self) -> int:
+        """Dispatches whose reports are to be read."""
+        return len(self._in_flight)
+
+    @property
+    def state(self) -> EngineState:
+        """The state after all dispatches; donated by the next one."""
+        if self._failure is None and self._state is not None:
+            return self._state
+        raise EngineFailed(
+            "the device, or a callback in the model, failed and the engine's state is lost, expected "
+            "engine.reset(): all requests that have not ended go on"
+        ) from self._failure
+
+    def begin(self, counters: np.ndarray) -> None:
+        """Makes a new state and forgets all dispatches; `counters` u32[shards, len(EngineCounter)] go on.
+
+        The old state's memory is given back before. If the device fails, there is no state.
+        """
+        self._state = None
+        self._in_flight.clear()
+        try:
+            self._state = self._shards.place(self._sizes, self._outbox_shape, counters)
+        except jax.errors.JaxRuntimeError as error:
+            self._failure = error
+        else:
+            self._failure = None
+
+    def with_same_shapes(self, params: Any) -> Any:
+        """Refuses parameters that the program was not compiled for, and puts others where it wants them."""
+        return self._shards.place_params(with_same_shapes(params, self.params))
+
+    def launch(self, inboxes: Sequence[Inbox], length: Length) -> None:
+        """Launches a dispatch; if that raises anything but `EngineFailed`, nothing happened."""
+        state, launched_at = self.state, time.monotonic()
+        try:
+            self._state, reports = self._shards.run(
+                self._model, self._options, self.params, state, inboxes, np.array(length, np.int32)
+            )
+        except Exception as error:
+            if any(leaf.is_deleted() for leaf in jax.tree.leaves(state)):
+                self._failure = error
+                _ = self.state
+            raise
+        self._in_flight.append(_Flight(reports, launched_at))
+
+    def arrival(self) -> Arrival:
+        """Waits for the oldest reports; an interrupted reader finds them again until they are `dropped`."""
+        reports, launched_at = self._in_flight[0]
+        is_late = reports.is_ready()  # type: ignore  # jax.Array's type does not name it
+        try:
+            found = self.read(reports)
+        except Exception as error:
+            self._failure = error
+            _ = self.state
+            raise
+        return Arrival(found, max(launched_at, self._arrived_at), time.monotonic(), is_late)
+
+    def drop(self, arrival: Arrival) -> None:
+        """Forgets the oldest reports, which were taken in."""
+        self._in_flight.popleft()
+        self._arrived_at = arrival.at
+
+    def lower(self, params: Any, state: EngineState, inboxes: Sequence[Inbox]) -> jax.stages.Lowered:
+        """Lowers the program that `launch` runs."""
+        return self._shards.lower(self._model, self._options, params, state, inboxes, np.ones(2, np.int32))

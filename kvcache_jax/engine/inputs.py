@@ -1,0 +1,77 @@
+"""Inputs: values of each request's own that the model and its hooks are handed, row by row.
+
+They are columns of the table, declared once, so that a request with other values compiles nothing.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvcache_jax.arrays.masked_updates import get_at
+
+
+class InputSpec(NamedTuple):
+    """Name, shape and dtype of an input (static)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def input_specs(inputs: Mapping[str, Any] | None) -> tuple[InputSpec, ...]:
+    """Converts what an engine declares, {name: dtype or jax.ShapeDtypeStruct}."""
+    specs = []
+    for name, kind in dict(inputs or {}).items():
+        try:
+            shape, dtype = tuple(getattr(kind, "shape", ())), jnp.dtype(getattr(kind, "dtype", kind))
+        except TypeError:
+            raise TypeError(
+                f"inputs[{name!r}] is {kind!r}, expected a dtype, or jax.ShapeDtypeStruct(shape, dtype)"
+            ) from None
+        specs.append(InputSpec(name, shape, dtype.name))
+    return tuple(specs)
+
+
+def empty_inputs(specs: tuple[InputSpec, ...], num_slots: int) -> dict[str, Any]:
+    """Makes the columns of inputs, zeros, in numpy."""
+    return {spec.name: np.zeros((num_slots, *spec.shape), spec.dtype) for spec in specs}
+
+
+def check_inputs(inputs: Mapping[str, np.ndarray], specs: tuple[InputSpec, ...]) -> None:
+    """Refuses inputs that an engine did not declare, or that are none of their shape and dtype."""
+    declared = {spec.name: spec for spec in specs}
+    for name, value in inputs.items():
+        if name not in declared:
+            raise ValueError(
+                f"a request has the input {name!r}, expected one of {sorted(declared)}: declare it by "
+                f"Engine(inputs={{{name!r}: dtype}})"
+            )
+        _, shape, dtype = declared[name]
+        is_kind = np.can_cast(value.dtype, dtype, "same_kind")
+        if (
+            value.shape != shape
+            or not is_kind
+            or (value.astype(dtype) != value).any()
+            and value.dtype.kind in "iu"
+        ):
+            raise ValueError(
+                f"a request has the input {name!r} of {value.dtype}{list(value.shape)}, expected values of "
+                f"{dtype}{list(shape)}, as the engine declares it"
+            )
+
+
+def inputs_of(columns: Mapping[str, jax.Array], slots: jax.Array) -> dict[str, jax.Array]:
+    """Reads the inputs of requests `slots` i32[n], {name: [n, ...]}; zeros of none."""
+    return {name: get_at(column, slots, 0) for name, column in columns.items()}
+
+
+def asks_for(function: Callable, name: str) -> bool:
+    """Tests whether a function has a parameter of that name."""
+    try:
+        return name in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # of a callable that is not written in Python
+        return False

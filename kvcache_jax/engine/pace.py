@@ -1,0 +1,68 @@
+"""The length of dispatches, and how many are under way: as short, and as few, as the host's part allows.
+
+Who comes, and what was drawn, waits for what is under way, so dispatches are short. But each costs the host
+some time, to pack, launch, read and deliver it, in which a device without another dispatch does nothing.
+"""
+
+import math
+from typing import NamedTuple
+
+_SHARE, _MOST_SHARE = 0.02, 0.03
+"""The host's share of the time by which a dispatch is so long, and up to which news may end it earlier."""
+_LATELY_S = 1.0
+_KEPT = 0.8
+"""Weight of what was measured before, beside one dispatch more."""
+
+
+class Length(NamedTuple):
+    """Steps of a dispatch."""
+
+    least: int  # it ends after these as soon as a request has its first token or has ended
+    most: int
+
+
+class Pace:
+    """Measures what dispatches cost, and says how long the next one is and how many are under way.
+
+    Args:
+      most_steps: Of any dispatch.
+    """
+
+    def __init__(self, most_steps: int):
+        self._most_steps = most_steps
+        self._step_s = self._host_s = 0.0  # of a step on the device, of a dispatch on the host
+        self._late_s = self._late_host_s = 0.0  # in the last second or so
+        self._noted_at = self._news_at = -math.inf
+
+    def choose(self, now: float) -> tuple[Length, int]:
+        """Chooses the length of the next dispatch, and how many are under way with it.
+
+        While requests come and go it is one, and else two, for which the device never waits. These are half
+        as long, so that a request that comes then waits for as many steps.
+        """
+        num_ahead = 1 if now - self._news_at < _LATELY_S else 2
+        if not self._step_s:
+            return Length(1, 1), num_ahead
+        most = math.ceil(self._host_s / (_SHARE * self._step_s * num_ahead))
+        most = min(max(most, 1), self._most_steps)
+        is_cheap = self._late_host_s < _MOST_SHARE * num_ahead * self._late_s
+        return Length(1 if is_cheap else most, most), num_ahead
+
+    def note_news(self, now: float) -> None:
+        """Hears that a request came, got its first token, or ended."""
+        self._news_at = now
+
+    def note(self, now: float, host_s: float, num_steps: int, device_s: float | None) -> None:
+        """Takes in one dispatch: seconds of the host, and of the device if they are known."""
+        elapsed = min(now - self._noted_at, _LATELY_S)
+        kept = math.exp(-elapsed / _LATELY_S)
+        self._late_s = kept * self._late_s + elapsed
+        self._late_host_s = kept * self._late_host_s + host_s
+        self._noted_at = now
+        self._host_s = _mean(self._host_s, host_s)
+        if num_steps and device_s is not None:
+            self._step_s = _mean(self._step_s, device_s / num_steps)
+
+
+def _mean(before: float, value: float) -> float:
+    return _KEPT * before + (1 - _KEPT) * value if before else value

@@ -1,0 +1,291 @@
+"""What a request says to the program: inputs by row, states that advance, log-probabilities, stop strings."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvcache_jax as kv
+from kvcache_jax.decoding.sampling import SamplingColumns, sample, sampling_columns
+from kvcache_jax.engine.requests import sample_seed
+from tests.engine.exact_engine import SIZES, ask, expect
+from tests.engine.exact_model import (
+    VOCAB,
+    _next_token,
+    collect,
+    config,
+    decode_alone,
+    forward,
+    make_params,
+    random_request,
+)
+from tests.engine.test_exact import RandomPace
+
+TABLE = np.random.default_rng(0).integers(0, 5, (5, VOCAB))
+"""The next state of an automaton of 5 states; a state bans the tokens that are equal to it, modulo 5."""
+
+GREEDY = sampling_columns(1)
+
+
+def shifted(params, tokens, cache, step, inputs=None):
+    """The exact model, to which each request says its own shift."""
+    shift = inputs["shift"][:, None] if inputs is not None else 0
+    return forward({**params, "shift": params["shift"] + shift}, tokens, cache, step)
+
+
+def process(logits, state, inputs, params):
+    """Bans by the automaton's state, and adds the request's bias."""
+    is_banned = jnp.arange(VOCAB)[None] % 5 == inputs["automaton"][:, None]
+    return jnp.where(is_banned & inputs["bans"][:, None], -jnp.inf, logits) + inputs["bias"]
+
+
+def advance(inputs, tokens, params):
+    return {"automaton": params["table"][inputs["automaton"], tokens]}
+
+
+@functools.cache
+def make_engine(**options):
+    inputs = {
+        "shift": jnp.int32,
+        "automaton": jnp.int32,
+        "bans": bool,
+        "bias": jax.ShapeDtypeStruct((VOCAB,), jnp.float32),
+    }
+    params = {**make_params(), "table": jnp.array(TABLE, jnp.int32)}
+    hooks: dict[str, Any] = dict(process_logits=process, advance_inputs=advance, prompt_logprobs=True)
+    sizes: dict[str, Any] = SIZES | dict(token_budget=20) | options
+    return kv.Engine(
+        shifted,
+        params,
+        config(num_blocks=11),
+        inputs=inputs,
+        num_top_logprobs=3,
+        detokenize=text_of,
+        **hooks,
+        **sizes,
+    )
+
+
+def text_of(tokens):
+    """Letters, of which each third token is half of one, as bytes are of characters."""
+    text, i = "", 0
+    while i < len(tokens):
+        if tokens[i] % 3 == 2:
+            text += "\ufffd" if i + 1 == len(tokens) else chr(200 + tokens[i])
+            i += 2
+        else:
+            text += chr(ord("a") + tokens[i])
+            i += 1
+    return text
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _drawn(logits, length, sampling):
+    columns = SamplingColumns(
+        temperature=jnp.array(sampling[:1], jnp.float32),
+        top_k=jnp.array(sampling[1:2], jnp.int32),
+        top_p=jnp.array(sampling[2:3], jnp.float32),
+        min_p=jnp.array(sampling[3:4], jnp.float32),
+        seed=jnp.array(sampling[4:], jnp.uint32),
+    )
+    return sample(logits, columns, length[None])
+
+
+def alone(request, sample_id=0):
+    """What a request says alone: by the oracle's logits, and the automaton and bias in numpy."""
+    inputs = request.inputs
+    state, bans = int(inputs.get("automaton", 0)), bool(inputs.get("bans", False))
+    bias = inputs.get("bias", np.zeros(VOCAB, np.float32))
+    tokens = np.zeros(64, np.int32)
+    tokens[: len(request.prompt)] = request.prompt
+    s = request.sampling
+    drawn = (s.temperature, s.top_k, s.top_p, s.min_p, sample_seed(s.seed, sample_id))
+    said = []
+    for length in range(len(request.prompt), request.num_tokens):
+        model = make_params(shift=int(inputs.get("shift", 0)))
+        logits = np.asarray(_next_token(tokens, np.int32(length), model, GREEDY, 1)[2])
+        if bans:
+            logits = np.where(np.arange(VOCAB) % 5 == state, -np.inf, logits)
+        logits = logits + bias
+        if np.isnan(logits).any():
+            return said, "nan_logits"
+        token = int(_drawn(jnp.float32(logits), np.int32(length), drawn)[0][0])
+        tokens[length], state = token, TABLE[state, token]
+        said.append(token)
+        if token in request.stop_tokens:
+            return said, "stop"
+    return said, "length"
+
+
+def with_inputs(rng, i):
+    shift = int(rng.integers(3))
+    inputs = {"shift": shift}
+    if rng.random() < 0.7:
+        inputs |= {"bans": True, "automaton": int(rng.integers(5))}
+    if rng.random() < 0.5:
+        inputs["bias"] = (rng.integers(-8, 9, VOCAB) / 8).astype(np.float32)
+    # Keys and values depend on the shift, as an adapter's do: so does the namespace.
+    return random_request(rng, i, inputs=inputs, namespace=kv.namespace(adapter=str(shift)))
+
+
+@pytest.mark.slow
+def test_random_mixes_with_inputs_resets_and_early_ends():
+    """Every row has its own inputs in every part of a step; automata go on across preemptions and resets."""
+    engine = make_engine()
+    for seed in range(12):
+        rng = np.random.default_rng(seed)
+        engine._pace = RandomPace(8, rng)
+        requests = [with_inputs(rng, i) for i in range(9)]
+        said = collect(engine, requests, lambda rng=rng: engine.reset() if rng.random() < 0.05 else None)
+        for request in requests:
+            for i in range(request.num_samples):
+                assert said[request.id, i][::2] == alone(request, i), (seed, request)
+    counts = engine.figures().counts
+    assert counts[kv.engine.Counter.PREEMPTIONS] > 0 and counts[kv.engine.Counter.CACHED_TOKENS] > 0
+
+
+@pytest.mark.slow
+def test_a_batch_invariant_step_hands_inputs_over_too():
+    engine, rng = make_engine(batch_invariant=True), np.random.default_rng(77)
+    requests = [with_inputs(rng, i) for i in range(8)]
+    said = collect(engine, requests)
+    for request in requests:
+        for i in range(request.num_samples):
+            assert said[request.id, i][::2] == alone(request, i), request
+    check_prompt_logprobs(engine)
+
+
+def check_prompt_logprobs(engine):
+    """Each token of a prompt under the tokens before it, cached before or not; once, of the first sample."""
+    prompts = [[7, 1, 4, 2, 8, 5, 3, 1, 9, 2, 6], [7, 1, 4, 2, 8, 5, 3, 1, 9, 3], [4, 4], [5]]
+    requests = [
+        ask(p, 5, ("p", i), prompt_logprobs=True, num_samples=1 + i % 2) for i, p in enumerate(prompts)
+    ]
+    requests.append(ask(prompts[0], 5, "silent"))
+    found = {}
+    for begin in (0, 3):  # the second time all is in the cache
+        batch = requests[begin : begin + 3] if begin == 0 else [requests[0], *requests[3:]]
+        assert engine.push(batch) == len(batch)
+        for event in engine:
+            if event.prompt_logprobs is not None:
+                assert (event.id, event.sample_id) not in found and event.sample_id == 0 and event.tokens
+                found[event.id, event.sample_id] = event.prompt_logprobs
+        for request in batch:
+            if request.prompt_logprobs:
+                logprobs = found.pop((request.id, 0), [])
+                expected = []
+                for n in range(1, len(request.prompt)):
+                    logits = _next_token(
+                        np.pad(request.prompt, (0, 64 - len(request.prompt))),
+                        np.int32(n),
+                        make_params(),
+                        GREEDY,
+                        1,
+                    )[2]
+                    expected.append(jax.nn.log_softmax(logits[0])[request.prompt[n]])
+                np.testing.assert_allclose(logprobs, expected, rtol=1e-5)
+        assert found == {}
+
+
+@pytest.mark.slow
+def test_log_probabilities_of_prompts_and_of_as_many_tokens_as_asked():
+    engine = make_engine()
+    check_prompt_logprobs(engine)
+    assert engine.push([ask([3, 1], 4, k, num_top_logprobs=k) for k in (0, 2, 3)] + [ask([3, 1], 4)]) == 4
+    for event in engine:
+        most = 3 if event.id not in (0, 2) else event.id
+        assert [len(tops) for tops in event.top_logprobs] == [most] * len(event.tokens) * (most > 0)
+
+
+@pytest.mark.slow
+def test_stop_strings_end_a_request_before_them():
+    """Over any number of tokens, at any length of dispatches: no token of one is told, nor what follows."""
+    engine, num_stopped = make_engine(), 0
+    for seed in range(6):
+        rng = np.random.default_rng(seed)
+        engine._pace = RandomPace(8, rng)
+        requests, expected = [], {}
+        for i in range(7):
+            prompt, max_new = (
+                rng.integers(0, VOCAB - 1, int(rng.integers(1, 9))).tolist(),
+                int(rng.integers(9, 25)),
+            )
+            tokens, _, reason = decode_alone(ask(prompt, max_new, i))
+            text = text_of(tokens)
+            place = int(rng.integers(0, max(len(text) - 3, 1)))
+            stops = [text[place : place + int(rng.integers(1, 4))] or "a", "never said"]
+            requests.append(ask(prompt, max_new, i, stop_strings=stops))
+            ends = [text.find(stop) for stop in stops if stop in text]
+            if ends:
+                num_stopped += 1
+                text, reason = text[: min(ends)], "stop"
+                whole = [n for n in range(len(tokens) + 1) if len(text_of(tokens[:n])) <= len(text)]
+                tokens = tokens[: max(n for n in whole if not text_of(tokens[:n]).endswith("\ufffd"))]
+            expected[i] = (tokens, text, reason)
+        assert engine.push(requests) == 7
+        found = {}
+        while engine.num_unfinished:
+            engine.drain()
+            if rng.random() < 0.1:
+                engine.reset()
+            for event in engine.take_events():
+                tokens, text, reason = found.get(event.id, ([], "", None))
+                assert reason is None and len(event.tokens) == len(event.logprobs)
+                found[event.id] = (tokens + event.tokens, text + (event.text or ""), event.finish_reason)
+        assert found == expected, seed
+    assert num_stopped > 20
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: push(inputs={"shift": 1.5}),
+            r"the input 'shift' of float64\[\], expected values of int32\[\]",
+        ),
+        (lambda: push(inputs={"shift": 2**31}), r"the input 'shift' of int64\[\], expected values of int32"),
+        (
+            lambda: push(inputs={"bias": [1.0]}),
+            r"the input 'bias' of float64\[1\], expected values of float32\[24",
+        ),
+        (
+            lambda: push(inputs={"lora": 1}),
+            r"has the input 'lora', expected one of \['automaton', 'bans', 'bias'",
+        ),
+        (lambda: push(num_top_logprobs=4), "num_top_logprobs = 4, expected at most 3: make the Engine with"),
+        (lambda: ask([1], 1, stop_strings="ab"), "stop_strings is 'ab', expected a list of strings"),
+        (lambda: ask([1], 1, stop_strings=[""]), r"stop_strings is \[''\], expected a list of strings"),
+        (
+            lambda: plain(prompt_logprobs=True),
+            r"prompt_logprobs=True, expected an Engine\(prompt_logprobs=True",
+        ),
+        (lambda: plain(stop_strings=["a"]), r"has stop_strings, expected an Engine\(detokenize=\)"),
+        (
+            lambda: kv.Engine(forward, make_params(), config(), inputs={"a": "no dtype"}),
+            r"inputs\['a'\] is 'no",
+        ),
+        (
+            lambda: kv.Engine(forward, make_params(), config(), num_drafts=1, advance_inputs=advance),
+            "got num_drafts = 1 and advance_inputs, expected one of them",
+        ),
+    ],
+)
+def test_what_an_engine_did_not_declare_is_refused_in_a_sentence(make, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        make()
+
+
+def push(**options):
+    make_engine().push([ask([1], 1, **options)])
+
+
+def plain(**options):
+    kv.Engine(forward, make_params(), config(), **SIZES).push([ask([1], 1, **options)])
+
+
+def test_a_request_without_inputs_has_zeros():
+    request = ask([3, 1, 4], 9, "a")
+    expect(collect(make_engine(), [request]), [request])

@@ -1,0 +1,132 @@
+"""How long dispatches are, when they end, and when their tokens came."""
+
+import numpy as np
+import pytest
+
+import kvcache_jax as kv
+from kvcache_jax.engine.pace import Length, Pace
+from tests.engine.exact_engine import SIZES, ask, expect, make_engine
+from tests.engine.exact_model import NAN_TOKEN, config, forward, make_params, note
+from tests.support.helpers import compiled_programs
+
+
+class FixedPace(Pace):
+    """Dispatches that news end after one step."""
+
+    def choose(self, now):
+        return Length(1, 8), 1
+
+
+def run(pace, num, host_s, step_s, now=0.0, has_news=False):
+    """Dispatches one after the other, and returns the steps of each and the host's share of their time."""
+    steps, begun = [], now
+    for _ in range(num):
+        (least, most), num_ahead = pace.choose(now)
+        num_steps = least if has_news else most
+        now += num_steps * step_s + host_s * (num_ahead == 1)
+        if has_news:
+            pace.note_news(now)
+        pace.note(now, host_s, num_steps, num_steps * step_s)
+        steps.append(num_steps)
+    return steps, host_s * num / (now - begun), now
+
+
+@pytest.mark.parametrize(("host_s", "step_s"), [(1e-3, 5e-3), (5e-4, 5e-3), (1e-3, 0.2), (1e-3, 1e-4)])
+@pytest.mark.parametrize("has_news", [False, True])
+def test_dispatches_are_as_short_as_the_hosts_share_allows(host_s, step_s, has_news):
+    """A fiftieth of the time, or 3% with news; where two are under way each is half as long."""
+    pace = Pace(32)
+    pace.note_news(0.0)
+    if has_news:
+        _, _, now = run(pace, 50, host_s, step_s, has_news=True)
+        steps, share, _ = run(pace, 200, host_s, step_s, now, has_news=True)
+        assert share < 0.035 or max(steps) == 32
+        assert min(steps) == 1 or host_s > 0.03 * 32 * step_s
+        return
+    steps, _, now = run(pace, 300, host_s, step_s)
+    wanted = min(max(host_s / (0.02 * step_s), 1), 32)
+    assert steps[0] == 1 and steps[5] == pytest.approx(wanted, abs=1)
+    assert now - 0.0 > 1.0 or step_s < 1e-3
+    if now > 1.5:
+        assert steps[-1] == pytest.approx(max(wanted / 2, 1), abs=1)
+        assert pace.choose(now)[1] == 2
+
+
+def test_a_dispatch_ends_with_a_first_token_or_an_end():
+    """A prompt of one step and one of two; a refused, a NaN and a cancelled request: a report for each."""
+    engine = make_engine()
+    engine._pace = FixedPace(8)
+
+    def steps_of_a_drain():
+        before = engine.figures().counts[kv.engine.Counter.STEPS]
+        engine.drain()
+        return engine.figures().counts[kv.engine.Counter.STEPS] - before
+
+    said, requests = {}, [ask([1, 2], 40, "a"), ask([3] * 18, 4, "b"), ask([1] * 7 + [NAN_TOKEN], 9, "NaN")]
+    assert engine.push(requests[:1]) == 1
+    assert [steps_of_a_drain() for _ in range(2)] == [1, 8]
+    assert engine.push([ask([1], 60, "refused")]) == 1
+    assert steps_of_a_drain() == 1
+    assert engine.push(requests[2:]) == 1
+    assert steps_of_a_drain() == 1
+    assert engine.push(requests[1:2]) == 1
+    assert steps_of_a_drain() == 2  # of nine tokens each
+    assert engine.cancel("a")
+    assert steps_of_a_drain() == 1
+    assert steps_of_a_drain() == 2  # "b" ends
+    note(said, engine)
+    expect(said, requests[1:])
+    assert (said["a", 0][2], said["refused", 0][2]) == ("cancelled", "refused")
+
+
+def test_compile_is_all_that_the_first_request_would_wait_for():
+    def model(*arguments):
+        return forward(*arguments)
+
+    engine, said = kv.Engine(model, make_params(), config(num_blocks=11), **SIZES), {}
+    with compiled_programs() as programs:
+        engine.compile()
+    assert len(programs) == 1 and engine.figures().num_reads == 0
+    request = ask([1, 2, 3], 9, "a")
+    with compiled_programs() as programs:
+        assert engine.push([request]) == 1
+        note(said, engine)
+    assert programs == []
+    expect(said, [request])
+
+
+def test_times_and_metrics_are_of_the_engines_clock():
+    """A clock that each drain sets forward by a second: who waits for a row is queued as long."""
+    engine, now, said = make_engine(), [100.0], {}
+    engine.clock = lambda: now[0]
+    requests = [ask([i, 5], 6, i) for i in range(5)]
+    assert engine.push(requests) == 5
+    ends, num_first = {}, 0
+    while engine.num_unfinished:
+        now[0] += 1
+        engine.drain(max_steps=3)
+        events = engine.take_events()
+        for event in events:
+            num_first += len(event.tokens) if (event.id, 0) not in said else 0
+            note(said, [event])
+            if event.finish_reason is None:
+                assert event.time_queued is None and event.time_to_first_token is None
+            else:
+                ends[event.id] = event.time_queued, event.time_to_first_token
+    expect(said, requests)
+    queued, first = np.array([ends[i] for i in range(5)]).T
+    assert (first[:4] == 1).all() and first[4] > 1
+    assert (queued[:4] <= 1).all() and 1 < queued[4] <= first[4]
+    metrics = engine.metrics()
+    assert metrics["vllm:num_requests_running"] == metrics["vllm:num_requests_waiting"] == 0
+    reasons = [reason for *_, reason in said.values()]
+    assert metrics["vllm:request_success"] == {reason: reasons.count(reason) for reason in reasons}
+    lens = np.array([len(tokens) for tokens, *_ in said.values()])
+    assert (metrics["vllm:prompt_tokens"], metrics["vllm:generation_tokens"]) == (10, lens.sum())
+    for name, values in (("time_to_first_token_seconds", first), ("request_queue_time_seconds", queued)):
+        histogram = metrics[f"vllm:{name}"]
+        assert histogram["count"] == 5 and histogram["sum"] == pytest.approx(values.sum())
+        assert all(num == (values <= bound).sum() for bound, num in histogram["buckets"].items())
+    assert metrics["vllm:request_generation_tokens"]["buckets"][5] == (lens <= 5).sum() < 5
+    assert metrics["vllm:request_generation_tokens"]["buckets"][10] == 5
+    assert metrics["vllm:inter_token_latency_seconds"]["count"] == lens.sum() - num_first
