@@ -2,6 +2,9 @@
 
 from kvcache_jax.operations.evict import eviction_candidates
 from kvcache_jax.operations.transfer import BlockContents, export_blocks, import_blocks
+from kvcache_jax.tiers.block_store import BlockStore, MemoryStore
+from kvcache_jax.tiers.catalogue import StoreReport
+from kvcache_jax.tiers.directory_store import DirectoryStore
 from kvcache_jax.tiers.host import Host
 from kvcache_jax.tiers.host_operations import (
     HostStats,
@@ -10,16 +13,26 @@ from kvcache_jax.tiers.host_operations import (
     host_stats,
     prefetch,
 )
+from kvcache_jax.tiers.load_blocks import load
+from kvcache_jax.tiers.save_blocks import save
+from kvcache_jax.tiers.stored_block import digest
 
 __all__ = [
     "BlockContents",
+    "BlockStore",
+    "DirectoryStore",
     "Host",
     "HostStats",
+    "MemoryStore",
+    "StoreReport",
     "break_even",
     "demote_to_utilization",
+    "digest",
     "eviction_candidates",
     "export_blocks",
     "host_stats",
     "import_blocks",
+    "load",
     "prefetch",
+    "save",
 ]
