@@ -16,6 +16,8 @@ from kvcache_jax.tiers.host_operations import (
 from kvcache_jax.tiers.load_blocks import load
 from kvcache_jax.tiers.save_blocks import save
 from kvcache_jax.tiers.stored_block import digest
+from kvcache_jax.tiers.tensor_store import TensorStore
+from kvcache_jax.tiers.valkey_store import ValkeyStore
 
 __all__ = [
     "BlockContents",
@@ -25,6 +27,8 @@ __all__ = [
     "HostStats",
     "MemoryStore",
     "StoreReport",
+    "TensorStore",
+    "ValkeyStore",
     "break_even",
     "demote_to_utilization",
     "digest",

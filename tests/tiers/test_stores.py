@@ -1,6 +1,10 @@
 """Stores of bytes: what every store does, directories that processes share, and writers that are killed."""
 
+import contextlib
 import os
+import shutil
+import subprocess
+import sys
 import threading
 import time
 
@@ -10,15 +14,51 @@ import pytest
 import kvcache_jax as kv
 from kvcache_jax.tiers.directory_store import DirectoryStore
 from tests.tiers.store_writers import kill_writers
+from tests.tiers.valkey_server import serving
 
 pytestmark = pytest.mark.contract
 
 KEYS = [f"{i * 2654435761 % 2**32:08x}{i:056x}" for i in range(40)]
 
 
-@pytest.fixture(params=["memory", "directory"])
-def store(request, tmp_path):
-    return kv.tiers.MemoryStore() if request.param == "memory" else DirectoryStore(tmp_path / "a" / "b")
+# A server that is installed here is tried, beside the part of one in `valkey_server.py`.
+SERVERS = [name for name in ("redis-server", "valkey-server") if shutil.which(name)]
+STORES = ["memory", "directory", "ocdbt", "tensorstore file", "valkey", *SERVERS]
+
+
+@contextlib.contextmanager
+def opened(name, folder):
+    if name in ("memory", "directory"):
+        yield kv.tiers.MemoryStore() if name == "memory" else DirectoryStore(folder / "a" / "b")
+    elif name == "ocdbt":
+        yield kv.tiers.TensorStore(folder / "a" / "b")
+    elif name == "tensorstore file":
+        yield kv.tiers.TensorStore({"driver": "file", "path": f"{folder}/a/"})
+    else:
+        path = folder / "socket"
+        with serving(path) if name == "valkey" else running(name, path):
+            yield kv.tiers.ValkeyStore(f"unix://{path}", timeout=30.0)
+
+
+@contextlib.contextmanager
+def running(server, path):
+    """Runs a server at a unix socket."""
+    options = ["--port", "0", "--unixsocket", str(path), "--save", "", "--dir", str(path.parent)]
+    process = subprocess.Popen([server, *options], stdout=subprocess.DEVNULL)
+    try:
+        while not path.exists():
+            assert process.poll() is None
+            time.sleep(0.01)
+        yield
+    finally:
+        process.terminate()
+        process.wait()
+
+
+@pytest.fixture(params=STORES)
+def store(request, tmp_path_factory):
+    with opened(request.param, tmp_path_factory.mktemp("s")) as store:
+        yield store
 
 
 def read(store, keys):
@@ -45,6 +85,23 @@ def test_a_key_never_leaves_the_store(store, key):
     for call in (store.contains, store.get, store.remove, lambda keys: store.put([(keys[0], b"x")])):
         with pytest.raises(ValueError, match="key is .*, expected 64 hexadecimal digits"):
             call([key])
+
+
+def test_a_store_of_the_network_that_is_down(tmp_path):
+    store = kv.tiers.ValkeyStore(f"unix://{tmp_path}/nowhere", timeout=1.0)
+    with pytest.raises(Exception, match="onnect"):
+        store.get(KEYS[:1])
+
+
+@pytest.mark.parametrize(
+    ("make", "package"), [(kv.tiers.TensorStore, "tensorstore"), (kv.tiers.ValkeyStore, "valkey")]
+)
+def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch, make, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(
+        ImportError, match=rf"of the extra `{package}`: pip install 'kvcache_jax\[{package}\]'"
+    ):
+        make("unix:///nowhere")
 
 
 @pytest.mark.parametrize("max_bytes", [0, -1, 1.5, "1"])
