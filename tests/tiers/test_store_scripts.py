@@ -26,7 +26,7 @@ def test_a_random_script_with_a_lying_store(case):
     for _ in range(2000):
         script.step()
     script.check("the end")
-    assert min(script.store.counts.values()) > 0, script.store.counts
+    assert sum(map(bool, script.store.counts.values())) > 8, script.store.counts
     assert script.loaded > 50 and len(script.reasons) > 6, script.reasons
 
 
