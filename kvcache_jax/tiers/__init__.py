@@ -1,4 +1,4 @@
-"""Blocks outside of the device's memory: on the host, and as values that leave the cache and return to it."""
+"""Blocks outside of the device's memory: on the host, in stores, and as values that leave and return."""
 
 from kvcache_jax.operations.evict import eviction_candidates
 from kvcache_jax.operations.transfer import BlockContents, export_blocks, import_blocks
