@@ -2,6 +2,7 @@
 
 from kvcache_jax.operations.evict import eviction_candidates
 from kvcache_jax.operations.transfer import BlockContents, export_blocks, import_blocks
+from kvcache_jax.tiers.attached_store import AttachedStore
 from kvcache_jax.tiers.block_store import BlockStore, MemoryStore
 from kvcache_jax.tiers.catalogue import StoreReport
 from kvcache_jax.tiers.directory_store import DirectoryStore
@@ -20,6 +21,7 @@ from kvcache_jax.tiers.tensor_store import TensorStore
 from kvcache_jax.tiers.valkey_store import ValkeyStore
 
 __all__ = [
+    "AttachedStore",
     "BlockContents",
     "BlockStore",
     "DirectoryStore",

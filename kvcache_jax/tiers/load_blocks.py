@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -12,6 +12,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from kvcache_jax.core import token_arguments
+from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import Cache
 from kvcache_jax.core.status import Status
 from kvcache_jax.operations.transfer import BlockContents, export_blocks, import_blocks
@@ -21,7 +22,13 @@ from kvcache_jax.tiers.catalogue import Questions, StoreReport, read_entries, re
 from kvcache_jax.tiers.host import Host
 from kvcache_jax.tiers.hosted import capacity, tier_of
 from kvcache_jax.tiers.published import Entry, Published, published_blocks, read_blocks
-from kvcache_jax.tiers.save_blocks import batch_size, namespace_digits, require_stored, scopes_of
+from kvcache_jax.tiers.save_blocks import (
+    batch_size,
+    checked_weights,
+    namespace_digits,
+    require_stored,
+    scopes_of,
+)
 from kvcache_jax.tiers.stored_block import (
     BadValueError,
     BlockName,
@@ -65,7 +72,8 @@ def load(
     Raises:
       ValueError, TypeError: as `save`, and prompts that are no token ids.
     """
-    require_stored("load", cache, weights)
+    checked_weights(weights)
+    require_stored("load", cache)
     questions, words = Questions(store), namespace_digits(namespace)
     if words is not None:
         names = [words]
@@ -79,7 +87,11 @@ def load(
     loading = _Loading(cache, questions, held)
     if prompts is not None:
         texts = [token_arguments.host_tokens("prompts", prompt).tolist() for prompt in prompts]
-        found = [_entries_of(text, scopes[names[0]], cache, questions) for text in texts]
+        keys = {entry.key for block in held for entry in block.entries}
+        num_slots = slots_of(cache)
+        found = [
+            entries_of(text, scopes[names[0]], cache.config, num_slots, questions, keys) for text in texts
+        ]
         entries = {entry.key: (entry, scopes[names[0]]) for some in found for entry in some}
     else:
         entries = {
@@ -271,24 +283,37 @@ class _Contents:
         return self._contents
 
 
-def _entries_of(text: list[int], scope: Scope, cache: Cache, questions: Questions) -> Iterator[Entry]:
-    """Yields what a store has of a prompt, without its last token."""
-    config, now = cache.config, time.time_ns()
-    group_id = config.indexed_group
-    block_size, index = config.groups[group_id].block_size, cache.control.prefix_index
+def slots_of(cache: Cache) -> list[int]:
+    """Counts the blocks of each layer group that one of the group that prefixes are found by may link to."""
+    index = cache.control.prefix_index
     assert index is not None
-    names, parent = [], ""
+    return [0 if links is None else links.block_ids.shape[1] for links in index.group_links]
+
+
+def entries_of(
+    text: list[int],
+    scope: Scope,
+    config: CacheConfig,
+    num_slots: Sequence[int],
+    questions: Questions,
+    held: Collection[str],
+) -> Iterator[Entry]:
+    """Yields what a store has of a prompt, without its last token and the blocks with the keys `held`."""
+    now, group_id = time.time_ns(), config.indexed_group
+    block_size = config.groups[group_id].block_size
+    names, parent = {}, ""
     for start in range(0, (len(text) - 1) // block_size * block_size, block_size):
-        names.append(BlockName(scope, parent, tuple(text[start : start + block_size]), group_id))
-        parent = names[-1].key
-    keys = [name.key for name in names]
-    is_there = questions.contains(keys)
-    num_found = is_there.index(False) if False in is_there else len(keys)
+        name = BlockName(scope, parent, tuple(text[start : start + block_size]), group_id)
+        parent = name.key
+        names[parent] = name
+    asked = [key for key in names if key not in held]
     linked = []
-    for key, name in zip(keys[:num_found], names, strict=False):
-        yield Entry(key, name.parent, group_id, 0, now)
-        for g, links in enumerate(index.group_links):
-            for slot in range(links.block_ids.shape[1] if links is not None else 0):
-                linked.append(Entry(name._replace(group_id=g, slot=slot).key, key, g, slot, now))
+    for key, is_there in zip(asked, questions.contains(asked), strict=True):
+        if not is_there:
+            break
+        yield Entry(key, names[key].parent, group_id, 0, now)
+        for g, num in enumerate(num_slots):
+            for slot in range(num):
+                linked.append(Entry(names[key]._replace(group_id=g, slot=slot).key, key, g, slot, now))
     known = questions.contains([entry.key for entry in linked])
     yield from (entry for entry, is_one in zip(linked, known, strict=True) if is_one)

@@ -1,7 +1,7 @@
 """The operation `save`: published blocks go to a store, for this process or another one, now or later."""
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -19,7 +19,7 @@ from kvcache_jax.tiers.catalogue import (
     write_entries,
     write_namespaces,
 )
-from kvcache_jax.tiers.published import Published, namespaces_of, published_blocks, read_blocks
+from kvcache_jax.tiers.published import Entry, Published, namespaces_of, published_blocks, read_blocks
 from kvcache_jax.tiers.stored_block import BlockName, Scope, array_specs, config_digest, pack_block
 
 _BATCH_BYTES, _MOST_BLOCKS = 64 * 2**20, 64
@@ -63,20 +63,28 @@ def save(cache: Cache, store: BlockStore, *, weights: str, namespace: ArrayLike 
       >>> report.num_loaded, kv.lookup(cache, tokens, [7]).tolist()
       (3, [6])
     """
-    require_stored("save", cache, weights)
+    checked_weights(weights)
+    require_stored("save", cache)
     questions, words = Questions(store), namespace_digits(namespace)
+    num_saved, listed = write_blocks(cache, questions, weights, words)
+    write_lists(questions, listed, is_open=words is None)
+    return questions.report(num_saved=num_saved)
+
+
+type Listed = Mapping[Scope, Mapping[str, Entry]]
+"""By scope the blocks that are published and in the store, by their keys."""
+
+
+def write_blocks(
+    cache: Cache, questions: Questions, weights: str, namespace: str | None
+) -> tuple[int, Listed]:
+    """Writes the blocks that a store does not have; returns how many, and all that the store has now."""
     cache = cache.config.keeper.settle(cache)
     found = read_blocks(cache)
-    scopes = scopes_of(cache, weights, namespaces_of(found) if words is None else [words])
+    scopes = scopes_of(cache, weights, namespaces_of(found) if namespace is None else [namespace])
     blocks = list(published_blocks(found, cache.config.indexed_group, scopes, time.time_ns()))
-    entries = [entry for block in blocks for entry in block.entries]
-    is_there = dict(
-        zip(
-            [entry.key for entry in entries],
-            questions.contains([entry.key for entry in entries]),
-            strict=True,
-        )
-    )
+    keys = [entry.key for block in blocks for entry in block.entries]
+    is_there = dict(zip(keys, questions.contains(keys), strict=True))
     new = [block for block in blocks if not all(is_there[entry.key] for entry in block.entries)]
     num_saved, size = 0, batch_size(cache)
     for start in range(0, len(new), size):
@@ -88,20 +96,23 @@ def save(cache: Cache, store: BlockStore, *, weights: str, namespace: ArrayLike 
         if questions.put(items):
             num_saved += len(items)
             is_there |= dict.fromkeys((key for key, _ in items), True)
-    for scope in scopes.values():
+    listed: dict[Scope, dict[str, Entry]] = {scope: {} for scope in scopes.values()}
+    for block in blocks:
+        of_scope = {entry.key: entry for entry in block.entries if is_there[entry.key]}
+        listed[block.names[0].scope] |= of_scope
+    return num_saved, listed
+
+
+def write_lists(questions: Questions, listed: Listed, *, is_open: bool) -> None:
+    """Lists blocks beside those that others listed; where it `is_open`, who names no namespace finds them."""
+    for scope, entries in listed.items():
         earlier = read_entries(questions, scope)
         still_there = questions.contains([entry.key for entry in earlier], default=True)
-        listed = {entry.key: entry for entry, is_one in zip(earlier, still_there, strict=True) if is_one}
-        listed |= {
-            entry.key: entry
-            for block in blocks
-            for entry in block.entries
-            if block.names[0].scope == scope and is_there[entry.key]
-        }
-        write_entries(questions, scope, listed.values())
-    if words is None and scopes:
-        write_namespaces(questions, weights, config_digest(cache.config), [*scopes])
-    return questions.report(num_saved=num_saved)
+        others = {entry.key: entry for entry, is_one in zip(earlier, still_there, strict=True) if is_one}
+        write_entries(questions, scope, (others | dict(entries)).values())
+    if is_open and listed:
+        weights, config, _ = next(iter(listed))
+        write_namespaces(questions, weights, config, [scope.namespace for scope in listed])
 
 
 def _contents(
@@ -126,10 +137,15 @@ def _contents(
             )
 
 
-def require_stored(caller: str, cache: Cache, weights: str) -> None:
-    """Refuses a cache that cannot go to a store or come from one, and a digest that is none."""
+def checked_weights(weights: str) -> str:
+    """Returns a digest of weights; refuses one that is none."""
     if not (isinstance(weights, str) and weights):
         raise TypeError(f"weights is {weights!r}, expected a digest: kv.tiers.digest(params)")
+    return weights
+
+
+def require_stored(caller: str, cache: Cache) -> None:
+    """Refuses a cache that cannot go to a store or come from one."""
     require_values(caller, cache, pools=True)
     require_prefix_index(caller, cache)
     if not cache.pools:
