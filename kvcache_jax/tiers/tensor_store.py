@@ -12,7 +12,7 @@ class TensorStore:
     """A store in one of TensorStore's key-value stores, with a transaction for each `put`.
 
     Attributes:
-      spec: The store as TensorStore describes it. A path stands for `ocdbt` there, which keeps many values in
+      spec: The store as TensorStore describes it. A path means `ocdbt` there, which keeps many values in
         few files and which several processes may write.
 
     Raises:
