@@ -40,6 +40,7 @@ demo: .venv
 	$(PY) -m experiments.decode
 	$(PY) -m experiments.prefix_prompts
 	$(PY) -m experiments.serve --demo
+	$(PY) -m experiments.tiers --demo
 
 block-map: .venv
 	$(PY) -m experiments.decode --map

@@ -15,7 +15,7 @@ Its rooms, each of which imports only those above it; a public operation's file 
 * `decoding`: `generate`, `beam_search`, `score`, speculation, for any model
 * `compression`: fewer tokens per row: `drop`, `compress`, scores of tokens, streaming
 * `chunks`: stored passages that are reused at any position
-* `tiers`: blocks in host memory, and blocks as values that leave the cache and return
+* `tiers`: blocks in host memory, in stores of bytes, and as values that leave the cache and return
 * `engine`: continuous batching inside one compiled program
 * `manager`: requests by id on the host
 * `testing`: poison, the token test, checks of a model of one's own

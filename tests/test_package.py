@@ -20,7 +20,11 @@ SHIPPED = ("pallas_kernels", "kvcache_jax")
 KERNEL_CALLERS = ("kvcache_jax/attention/mosaic.py",)
 # Third-party packages of the wheel, and the files that may use one more, inside a function.
 DEPENDENCIES = {"jax", "numpy"}
-OPTIONAL_IMPORTS = {"kvcache_jax/inspect/block_map.py": {"matplotlib"}}
+OPTIONAL_IMPORTS = {
+    "kvcache_jax/inspect/block_map.py": {"matplotlib"},
+    "kvcache_jax/tiers/tensor_store.py": {"tensorstore"},
+    "kvcache_jax/tiers/valkey_store.py": {"valkey"},
+}
 MAX_LINES = dict.fromkeys(LAYERS, 400) | {"kvcache_jax": 500, "tests": 500}
 # Of the tests, what concerns the whole repository.
 TESTS_OF_ALL = {"conftest.py", "reached_files.py"} | {
@@ -179,7 +183,10 @@ IMPORT_SCRIPT = """
     foreign = sorted({{name.split(".")[0] for name in new}} - allowed - sys.stdlib_module_names)
     assert not foreign, f"imported foreign packages: {{foreign}}"
 """
-BLOCKED = "flax chex optax orbax safetensors tokenizers matplotlib rich hypothesis pytest".split()
+BLOCKED = [
+    *"flax chex optax orbax safetensors tokenizers matplotlib rich hypothesis pytest".split(),
+    *("tensorstore", "valkey"),
+]
 
 
 def import_alone(package: str, folder: pathlib.Path) -> subprocess.CompletedProcess:
@@ -240,6 +247,8 @@ def test_wheel_ships_two_typed_packages_that_need_jax_and_numpy():
         "tests",
         "pictures",
         "metrics",
+        "tensorstore",
+        "valkey",
         "docs",
         "dev",
     }

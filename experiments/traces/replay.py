@@ -86,8 +86,12 @@ def replay(
     policy: str,
     progress: Callable[[float], None] = lambda share: None,
     eviction_batch: int = 1,
+    num_hosted: int = 0,
 ) -> dict:
-    """Replays a trace with `num_blocks` blocks for its ids; `progress` is told the share that is done."""
+    """Replays a trace with `num_blocks` blocks for its ids; `progress` is told the share that is done.
+
+    With `num_hosted` more blocks are in host memory, see `kvcache_jax.tiers.Host`.
+    """
     config = kv.CacheConfig(
         layers=[kv.FullAttention(num_kv_heads=1, head_dim=1)],
         num_blocks=num_blocks + 1,
@@ -96,6 +100,7 @@ def replay(
         max_seq_len=trace.ids.shape[1] + 1,
         enable_prefix_caching=True,
         eviction_policy=kv.policies.InBatches(policy, eviction_batch),
+        extras=[kv.tiers.Host(num_hosted)] if num_hosted else (),
     )
     cache = kv.init(config, storage=False)
     size = -(-len(trace.ids) // NUM_SEGMENTS)
@@ -119,6 +124,7 @@ def replay(
         "policy": policy,
         "num_blocks": num_blocks,
         "eviction_batch": eviction_batch,
+        "num_hosted": num_hosted,
         **rates(trace, num_hits, slice(None)),
         "halves": [rates(trace, num_hits, slice(0, half)), rates(trace, num_hits, slice(half, None))],
         "num_evictions": int(kv.stats(cache).num_evictions),

@@ -36,6 +36,7 @@ from kvcache_jax.manager.requests import (
     prompt_of,
 )
 from kvcache_jax.operations.preempt import preempt_to_utilization, select_rows_to_preempt
+from kvcache_jax.tiers.attached_store import AttachedStore
 
 _log = logging.getLogger("kvcache_jax")
 
@@ -70,6 +71,7 @@ class CacheManager(Queries):
         *,
         sharding: Sharding | PartitionSpec | None = None,
         widths: Sequence[int] | None = None,
+        store: AttachedStore | None = None,
     ):
         """Makes a cache, or takes one over.
 
@@ -79,6 +81,8 @@ class CacheManager(Queries):
           sharding: Sharding of a new cache's pools, see `init`.
           widths: Numbers of tokens to which `append_tokens` pads, each a program. Default: 1, then
             powers of four from 16 up to `max_query_len`.
+          store: A store, to which committed blocks are saved and in which `find_stored` looks for prompts;
+            what it has is loaded first. The manager closes it.
         """
         self._holder = CacheHolder(cache, sharding, self._on_lost)
         self._config = self._holder.config
@@ -86,6 +90,10 @@ class CacheManager(Queries):
         self._rows = RequestRows(self._config.max_seqs)
         self._batches = Batches()
         self._figures = Metrics()
+        self._store = store
+        if store is not None:
+            with self._holder.turn("CacheManager") as taken:
+                self._holder.cache, _ = store.load(taken)
 
     # --- requests ---
 
@@ -238,6 +246,8 @@ class CacheManager(Queries):
             final[: len(lengths)] = list(lengths.values())
             self._change(list(lengths), programs.commit, seq_ids, final)
             self._batches.move(lengths)
+            if self._store is not None and self._holder.cache is not None:
+                self._store.save(self._holder.cache)
 
     def fork_request(self, request_id: Hashable, new_id: Hashable) -> None:
         """Starts a request that shares all tokens of another; takes no block.
@@ -285,6 +295,21 @@ class CacheManager(Queries):
             # The one way to fail is that the row is idle already.
             self._holder.cache, _ = self._holder.on_control(programs.free, seq_ids)
             self._end(request_id)
+
+    def find_stored(
+        self, token_ids: Sequence[int] | np.ndarray, *, namespace: ArrayLike | None = None
+    ) -> bool:
+        """Looks for a prompt in the store, without waiting; call it before `allocate_request`.
+
+        Returns:
+          True if the request may start: what the store has of the prompt is in the cache. False for "later".
+          Always True without a store.
+        """
+        with self._holder.turn("find_stored") as cache:
+            if self._store is None:
+                return True
+            self._holder.cache, is_done = self._store.find(cache, token_ids, namespace)
+            return is_done
 
     # --- blocks and rows that are given up ---
 
@@ -395,6 +420,8 @@ class CacheManager(Queries):
         self._holder.close()
         self._rows.clear()
         self._batches.clear()
+        if self._store is not None:
+            self._store.close()
 
     def __enter__(self) -> "CacheManager":
         with self._holder.turn("with"):

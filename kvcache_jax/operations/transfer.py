@@ -238,10 +238,9 @@ def _let_go(control: Control, before: Control, published: _Published, config: Ca
     for g, (pool, ids) in enumerate(zip(control.block_pools, published.block_ids, strict=True)):
         ids = ids.reshape(-1)
         if g == config.indexed_group:
-            pool = block_pool.reuse(pool, published.chain)
+            pool, _ = block_pool.revive(pool, published.chain)
             ids = jnp.concatenate([ids, published.chain[:, ::-1].reshape(-1)])
-        else:
-            pool = block_pool.sweep_queue(pool, (ids < pool.num_blocks).any())
+        pool = block_pool.sweep_queue(pool, (ids < pool.num_blocks).any())
         pool = block_pool.release(pool, ids)
         pools.append(dataclasses.replace(pool, peak_used=before.block_pools[g].peak_used))
     return dataclasses.replace(control, block_pools=tuple(pools))

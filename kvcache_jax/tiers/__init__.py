@@ -1,7 +1,11 @@
-"""Blocks outside of the device's memory: on the host, and as values that leave the cache and return to it."""
+"""Blocks outside of the device's memory: on the host, in stores, and as values that leave and return."""
 
 from kvcache_jax.operations.evict import eviction_candidates
 from kvcache_jax.operations.transfer import BlockContents, export_blocks, import_blocks
+from kvcache_jax.tiers.attached_store import AttachedStore
+from kvcache_jax.tiers.block_store import BlockStore, MemoryStore
+from kvcache_jax.tiers.catalogue import StoreReport
+from kvcache_jax.tiers.directory_store import DirectoryStore
 from kvcache_jax.tiers.host import Host
 from kvcache_jax.tiers.host_operations import (
     HostStats,
@@ -10,16 +14,31 @@ from kvcache_jax.tiers.host_operations import (
     host_stats,
     prefetch,
 )
+from kvcache_jax.tiers.load_blocks import load
+from kvcache_jax.tiers.save_blocks import save
+from kvcache_jax.tiers.stored_block import digest
+from kvcache_jax.tiers.tensor_store import TensorStore
+from kvcache_jax.tiers.valkey_store import ValkeyStore
 
 __all__ = [
+    "AttachedStore",
     "BlockContents",
+    "BlockStore",
+    "DirectoryStore",
     "Host",
     "HostStats",
+    "MemoryStore",
+    "StoreReport",
+    "TensorStore",
+    "ValkeyStore",
     "break_even",
     "demote_to_utilization",
+    "digest",
     "eviction_candidates",
     "export_blocks",
     "host_stats",
     "import_blocks",
+    "load",
     "prefetch",
+    "save",
 ]

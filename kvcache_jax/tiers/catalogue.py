@@ -1,0 +1,159 @@
+"""Questions to a store, with its failures counted; and the list, in the store, of what was saved there."""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvcache_jax.tiers.block_store import BlockStore, Data
+from kvcache_jax.tiers.published import Entry
+from kvcache_jax.tiers.stored_block import BadValueError, Scope, key_of, pack, unpack
+
+_ROW = np.dtype([("key", "V32"), ("anchor", "V32"), ("group_id", "<u2"), ("slot", "<u2"), ("stamp", "<u8")])
+_MOST_ROWS = 2**18
+_BATCH = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class StoreReport:
+    """The result of `save` and `load`, in blocks of all layer groups.
+
+    Attributes:
+      num_saved: Blocks that were written.
+      num_loaded: Blocks that the cache got.
+      num_dropped: Blocks that were neither, for the reasons below.
+      reasons: How many, by reason: such as "wrong checksum", "of other weights", "of other tokens",
+        "missing", "no room", "the block before it is dropped"; or "ConnectionError" of a call that failed.
+    """
+
+    num_saved: int = 0
+    num_loaded: int = 0
+    reasons: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    @property
+    def num_dropped(self) -> int:
+        """Blocks that were neither saved nor loaded."""
+        return sum(self.reasons.values())
+
+
+class Questions:
+    """Questions to a store. One that fails is answered with misses, and counted by its error's name.
+
+    Attributes:
+      reasons: Counts of what was dropped, by reason.
+    """
+
+    def __init__(self, store: BlockStore):
+        if not isinstance(store, BlockStore):
+            raise TypeError(
+                f"store is a {type(store).__name__}, expected one with contains, get, put and remove: "
+                "kv.tiers.DirectoryStore, for one"
+            )
+        self._store = store
+        self.reasons: collections.Counter[str] = collections.Counter()
+
+    def contains(self, keys: Sequence[str], default: bool = False) -> list[bool]:
+        """Tests which keys have a value; `default` is the answer where the store gives none."""
+        return self._answers(self._store.contains, keys, default)
+
+    def get(self, keys: Sequence[str]) -> list[Data | None]:
+        """Reads the value of each key."""
+        return self._answers(self._store.get, keys, None)
+
+    def put(self, items: Sequence[tuple[str, Data]]) -> bool:
+        """Writes values; returns whether the store says that it did."""
+        return self._call(self._store.put, items) is not _FAILED
+
+    def remove(self, keys: Sequence[str]) -> None:
+        """Removes values."""
+        if keys:
+            self._call(self._store.remove, keys)
+
+    def drop(self, reason: str, count: int = 1) -> None:
+        """Counts blocks that are dropped."""
+        self.reasons[reason] += count
+
+    def report(self, **counts: int) -> StoreReport:
+        """Makes the report."""
+        return StoreReport(**counts, reasons=dict(self.reasons))
+
+    def _answers(self, ask: Callable[[Sequence[str]], Sequence[Any]], keys: Sequence[str], miss: Any) -> list:
+        found: list[Any] = []
+        for start in range(0, len(keys), _BATCH):
+            some = keys[start : start + _BATCH]
+            answers = self._call(lambda some: [*ask(some)], some)
+            if answers is not _FAILED and len(answers) != len(some):
+                self.drop("the store gave another number of answers", len(some))
+                answers = _FAILED
+            found += [miss] * len(some) if answers is _FAILED else answers
+        return found
+
+    def _call(self, ask: Callable[[Any], Any], what: Sequence[Any]) -> Any:
+        try:
+            return ask(what)
+        except Exception as error:  # a store may fail in any way, and costs hits alone
+            self.drop(type(error).__name__, len(what))
+            return _FAILED
+
+
+_FAILED: Any = object()
+
+
+def read_entries(store: Questions, scope: Scope) -> list[Entry]:
+    """Reads what was saved of a scope; nothing where the list is lost or spoilt."""
+    key = key_of("catalogue", scope._asdict())
+    header, rest = _read(store, key)
+    if header != {"catalogue": key} or len(rest) % _ROW.itemsize:
+        return []
+    entries = []
+    for row in np.frombuffer(rest, _ROW):
+        anchor = row["anchor"].tobytes().hex()
+        group_id, slot, stamp = (int(row[name]) for name in ("group_id", "slot", "stamp"))
+        entries.append(
+            Entry(row["key"].tobytes().hex(), anchor if int(anchor, 16) else "", group_id, slot, stamp)
+        )
+    return entries
+
+
+def write_entries(store: Questions, scope: Scope, entries: Iterable[Entry]) -> None:
+    """Writes the list of what was saved of a scope, the entries used last where they are too many."""
+    kept = sorted(entries, key=lambda entry: -entry.stamp)[:_MOST_ROWS]
+    rows = np.zeros(len(kept), _ROW)
+    for row, entry in zip(rows, kept, strict=True):
+        row["key"], row["anchor"] = bytes.fromhex(entry.key), bytes.fromhex(entry.anchor or "0" * 64)
+        row["group_id"], row["slot"], row["stamp"] = entry.group_id, entry.slot, entry.stamp
+    key = key_of("catalogue", scope._asdict())
+    store.put([(key, pack({"catalogue": key}, [rows.tobytes()]))])
+
+
+def read_namespaces(store: Questions, weights: str, config: str) -> list[str]:
+    """Reads the namespaces that were saved without one being named, each as 32 hexadecimal digits."""
+    header, _ = _read(store, _namespaces_key(weights, config))
+    names = header.get("namespaces")
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+
+
+def write_namespaces(store: Questions, weights: str, config: str, namespaces: Sequence[str]) -> None:
+    """Adds to the namespaces that were saved."""
+    known = read_namespaces(store, weights, config)
+    if not {*namespaces} <= {*known}:
+        header = {"namespaces": sorted({*known, *namespaces})}
+        store.put([(_namespaces_key(weights, config), pack(header, []))])
+
+
+def _namespaces_key(weights: str, config: str) -> str:
+    return key_of("namespaces", {"weights": weights, "config": config})
+
+
+def _read(store: Questions, key: str) -> tuple[dict[str, Any], Data]:
+    data = store.get([key])[0]
+    if data is None:
+        return {}, b""
+    try:
+        return unpack(data)
+    except BadValueError as error:
+        store.drop(f"list {error}")
+        store.remove([key])
+        return {}, b""

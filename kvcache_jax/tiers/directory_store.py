@@ -1,0 +1,158 @@
+"""A store of blocks in a directory, which several processes may read and write."""
+
+import json
+import mmap
+import os
+import pathlib
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+
+from kvcache_jax.tiers.block_store import Data, checked_key, checked_limit
+
+_MARKER = "kvcache_jax_blocks.json"
+_FORMAT = 1
+_STALE_SECONDS = 3600
+"""Age at which a temporary file is one whose writer was killed."""
+
+
+class DirectoryStore:
+    """A store that keeps each value as a file, under folders of two letters.
+
+    A file is written under a temporary name and renamed, so that readers see a whole value whatever happens
+    to the writer. It is read as mapped memory. Several processes may share the directory.
+
+    Attributes:
+      path: The directory: a new or empty one, or one that a `DirectoryStore` made.
+      max_bytes: Bytes of values; the files used longest ago make room. Processes that share the directory may
+        exceed it by a sixteenth each. None for no limit.
+      is_synced: Whether a value is on the disk when `put` returns, so that it also outlives the machine's
+        end.
+
+    Raises:
+      ValueError, OSError: a directory of something else or of a newer format, or one without rights.
+
+    Example:
+      >>> import tempfile, kvcache_jax as kv
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     kv.tiers.DirectoryStore(folder).put([("0" * 64, b"value")])
+      ...     bytes(kv.tiers.DirectoryStore(folder).get(["0" * 64])[0])
+      b'value'
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], *, max_bytes: int | None = None, is_synced: bool = False
+    ):
+        self.path = pathlib.Path(path)
+        self.max_bytes = checked_limit(max_bytes)
+        self.is_synced = is_synced
+        self._lock = threading.Lock()
+        self._room = 0  # bytes that may be written before the files are looked at again
+        self._open()
+
+    def contains(self, keys: Sequence[str]) -> list[bool]:
+        """Tests which keys have a value."""
+        return [self._file(key).exists() for key in keys]
+
+    def get(self, keys: Sequence[str]) -> list[Data | None]:
+        """Reads the value of each key as mapped memory; None for a miss."""
+        return [self._read(self._file(key)) for key in keys]
+
+    def put(self, items: Sequence[tuple[str, Data]]) -> None:
+        """Writes pairs of a key and a value."""
+        for key, value in items:
+            file = self._file(key)
+            file.parent.mkdir(exist_ok=True)
+            self._write(file, value)
+        self._make_room(sum(len(value) for _, value in items))
+
+    def remove(self, keys: Sequence[str]) -> None:
+        """Removes values; keys without one are skipped."""
+        for key in keys:
+            self._file(key).unlink(missing_ok=True)
+
+    def _file(self, key: str) -> pathlib.Path:
+        # A key is digits alone: none leads out of the directory.
+        return self.path / checked_key(key)[:2] / key[2:]
+
+    def _open(self) -> None:
+        marker = self.path / _MARKER
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            if not marker.exists():
+                # Another process may be opening the same new directory.
+                found = [entry.name for entry in self.path.iterdir() if _MARKER not in entry.name]
+                if found and not marker.exists():
+                    raise ValueError(
+                        f"{self.path} has {found[0]!r} and no blocks, expected a new or an empty directory, "
+                        "or one that a DirectoryStore made"
+                    )
+                self._write(marker, json.dumps({"format_version": _FORMAT}).encode())
+            version = json.loads(marker.read_bytes())["format_version"]
+        except OSError as error:
+            raise type(error)(f"{self.path} is no directory that can be read and written: {error}") from error
+        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            raise ValueError(
+                f"{marker} is broken, expected a format version there: remove the directory"
+            ) from error
+        if version != _FORMAT:
+            raise ValueError(
+                f"{self.path} has blocks of format {version!r}, expected {_FORMAT}: read it with the "
+                "kvcache_jax that wrote it, or name another directory"
+            )
+
+    def _write(self, file: pathlib.Path, value: Data) -> None:
+        # No two writers share a name, on whichever machines.
+        temporary = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
+        try:
+            with open(temporary, "wb") as opened:
+                opened.write(value)
+                if self.is_synced:
+                    opened.flush()
+                    os.fsync(opened.fileno())
+            os.replace(temporary, file)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+    def _read(self, file: pathlib.Path) -> Data | None:
+        try:
+            with open(file, "rb") as opened:
+                os.utime(opened.fileno())  # the time of its use, which mounts may not note
+                return memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
+        except FileNotFoundError:
+            return None
+        except ValueError:  # an empty file cannot be mapped
+            return b""
+
+    def _make_room(self, num_bytes: int) -> None:
+        if self.max_bytes is None:
+            return
+        with self._lock:
+            self._room -= num_bytes
+            if self._room >= 0:
+                return
+            total = 0
+            # The most recently used first, to keep these.
+            for _, size, file in sorted(self._files(), reverse=True):
+                total += size
+                if total > self.max_bytes:
+                    pathlib.Path(file).unlink(missing_ok=True)
+                    total -= size
+            self._room = min(self.max_bytes - total, self.max_bytes // 16)
+
+    def _files(self) -> list[tuple[int, int, str]]:
+        """Lists the time of use, bytes and path of each value; removes what killed writers left."""
+        found = []
+        for folder in self.path.iterdir():
+            for entry in os.scandir(folder) if folder.is_dir() else ():
+                try:
+                    status = entry.stat()
+                except FileNotFoundError:  # another process removed it
+                    continue
+                if not entry.name.startswith("."):
+                    found.append((status.st_mtime_ns, status.st_size, entry.path))
+                elif time.time() - status.st_mtime > _STALE_SECONDS:
+                    pathlib.Path(entry.path).unlink(missing_ok=True)
+        return found

@@ -1,0 +1,172 @@
+"""The operation `save`: published blocks go to a store, for this process or another one, now or later."""
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import jax
+import numpy as np
+from jax.typing import ArrayLike
+
+from kvcache_jax.core import arguments
+from kvcache_jax.core.cache_checks import require_prefix_index, require_values
+from kvcache_jax.core.state import Cache
+from kvcache_jax.operations.transfer import export_blocks
+from kvcache_jax.tiers.block_store import BlockStore
+from kvcache_jax.tiers.catalogue import (
+    Questions,
+    StoreReport,
+    read_entries,
+    write_entries,
+    write_namespaces,
+)
+from kvcache_jax.tiers.published import Entry, Published, namespaces_of, published_blocks, read_blocks
+from kvcache_jax.tiers.stored_block import BlockName, Scope, array_specs, config_digest, pack_block
+
+_BATCH_BYTES, _MOST_BLOCKS = 64 * 2**20, 64
+
+_export = jax.jit(export_blocks)
+
+
+def save(cache: Cache, store: BlockStore, *, weights: str, namespace: ArrayLike | None = None) -> StoreReport:
+    """Writes the published blocks that a store does not have yet, so that `load` finds them.
+
+    A block is written before those that continue it, and all are before they are listed: whenever the process
+    ends, what is there is whole. A store that fails costs later hits and raises nothing.
+
+    Args:
+      cache: Not changed; outside of jit. Its rows may be active.
+      store: Such as `DirectoryStore`.
+      weights: Digest of all that keys and values depend on beside the config: `tiers.digest(params)`.
+      namespace: u32[4], the one whose blocks are saved, and are loaded by who names it alone. Default: all
+        namespaces, which `load` without one restores.
+
+    Returns:
+      What was saved, and what was not and why.
+
+    Raises:
+      ValueError, TypeError: no cache with values and prefix caching, no store, or no digest.
+
+    Example:
+      >>> import numpy as np, kvcache_jax as kv
+      >>> config = kv.CacheConfig([kv.FullAttention(1, 8)], num_blocks=8, block_size=2, max_seqs=1,
+      ...                         max_seq_len=8, enable_prefix_caching=True)
+      >>> cache, tokens = kv.init(config), np.arange(7)[None]
+      >>> cache, _ = kv.allocate(cache, [0], [7], tokens=tokens)
+      >>> cache, _ = kv.extend(cache, [7], max_new=7, tokens=tokens)
+      >>> cache, _ = kv.free(kv.commit(cache)[0], [0])
+      >>> store, weights = kv.tiers.MemoryStore(), kv.tiers.digest({"w": np.ones(3)})
+      >>> kv.tiers.save(cache, store, weights=weights).num_saved
+      3
+      >>> kv.tiers.save(cache, store, weights=weights).num_saved  # they are there
+      0
+      >>> cache, report = kv.tiers.load(store, kv.init(config), weights=weights)
+      >>> report.num_loaded, kv.lookup(cache, tokens, [7]).tolist()
+      (3, [6])
+    """
+    checked_weights(weights)
+    require_stored("save", cache)
+    questions, words = Questions(store), namespace_digits(namespace)
+    num_saved, listed = write_blocks(cache, questions, weights, words)
+    write_lists(questions, listed, is_open=words is None)
+    return questions.report(num_saved=num_saved)
+
+
+type Listed = Mapping[Scope, Mapping[str, Entry]]
+"""By scope the blocks that are published and in the store, by their keys."""
+
+
+def write_blocks(
+    cache: Cache, questions: Questions, weights: str, namespace: str | None
+) -> tuple[int, Listed]:
+    """Writes the blocks that a store does not have; returns how many, and all that the store has now."""
+    cache = cache.config.keeper.settle(cache)
+    found = read_blocks(cache)
+    scopes = scopes_of(cache, weights, namespaces_of(found) if namespace is None else [namespace])
+    blocks = list(published_blocks(found, cache.config.indexed_group, scopes, time.time_ns()))
+    keys = [entry.key for block in blocks for entry in block.entries]
+    is_there = dict(zip(keys, questions.contains(keys), strict=True))
+    new = [block for block in blocks if not all(is_there[entry.key] for entry in block.entries)]
+    num_saved, size = 0, batch_size(cache)
+    for start in range(0, len(new), size):
+        items = [
+            (key, pack_block(name, arrays))
+            for name, key, arrays in _contents(cache, new[start : start + size], size)
+            if not is_there[key]
+        ]
+        if questions.put(items):
+            num_saved += len(items)
+            is_there |= dict.fromkeys((key for key, _ in items), True)
+    listed: dict[Scope, dict[str, Entry]] = {scope: {} for scope in scopes.values()}
+    for block in blocks:
+        of_scope = {entry.key: entry for entry in block.entries if is_there[entry.key]}
+        listed[block.names[0].scope] |= of_scope
+    return num_saved, listed
+
+
+def write_lists(questions: Questions, listed: Listed, *, is_open: bool) -> None:
+    """Lists blocks beside those that others listed; where it `is_open`, who names no namespace finds them."""
+    for scope, entries in listed.items():
+        earlier = read_entries(questions, scope)
+        still_there = questions.contains([entry.key for entry in earlier], default=True)
+        others = {entry.key: entry for entry, is_one in zip(earlier, still_there, strict=True) if is_one}
+        write_entries(questions, scope, (others | dict(entries)).values())
+    if is_open and listed:
+        weights, config, _ = next(iter(listed))
+        write_namespaces(questions, weights, config, [scope.namespace for scope in listed])
+
+
+def _contents(
+    cache: Cache, blocks: Sequence[Published], size: int
+) -> Iterator[tuple[BlockName, str, dict[str, np.ndarray]]]:
+    """Yields the name, key and arrays of blocks and of those linked to them; one program exports `size`."""
+    num_blocks = [pool.num_blocks for pool in cache.control.block_pools]
+    nowhere = num_blocks[cache.config.indexed_group]
+    ids = [min(block.ids[0], nowhere) for block in blocks]
+    exported = jax.device_get(_export(cache, np.array(ids + [nowhere] * (size - len(ids)), np.int32)).arrays)
+    for i, block in enumerate(blocks):
+        for name, entry, block_id in zip(block.names, block.entries, block.ids, strict=True):
+            g = name.group_id
+            if block_id < num_blocks[g]:
+                arrays = {array: values[i, name.slot] for array, values in exported[g].items()}
+            else:
+                arrays = {array: kept[block_id - num_blocks[g]] for array, kept in cache.kept[g].items()}
+            yield (
+                name,
+                entry.key,
+                {array: np.asarray(arrays[array]) for array, *_ in array_specs(cache.config, g)},
+            )
+
+
+def checked_weights(weights: str) -> str:
+    """Returns a digest of weights; refuses one that is none."""
+    if not (isinstance(weights, str) and weights):
+        raise TypeError(f"weights is {weights!r}, expected a digest: kv.tiers.digest(params)")
+    return weights
+
+
+def require_stored(caller: str, cache: Cache) -> None:
+    """Refuses a cache that cannot go to a store or come from one."""
+    require_values(caller, cache, pools=True)
+    require_prefix_index(caller, cache)
+    if not cache.pools:
+        raise ValueError(f"{caller} got a cache built with storage=False, expected one with keys and values")
+
+
+def scopes_of(cache: Cache, weights: str, namespaces: Iterable[str]) -> dict[str, Scope]:
+    """Builds the scope of each namespace."""
+    config = config_digest(cache.config)
+    return {namespace: Scope(weights, config, namespace) for namespace in namespaces}
+
+
+def namespace_digits(namespace: ArrayLike | None) -> str | None:
+    """Returns a namespace u32[4] as 32 hexadecimal digits; None for none."""
+    if namespace is None:
+        return None
+    return np.asarray(arguments.namespace_words(namespace, 1)).astype("<u4").tobytes().hex()
+
+
+def batch_size(cache: Cache) -> int:
+    """Counts the blocks that move at a time."""
+    block_bytes = sum(group.block_bytes for group in cache.config.groups)
+    num_blocks = cache.config.groups[cache.config.indexed_group].num_blocks
+    return max(1, min(_MOST_BLOCKS, _BATCH_BYTES // max(block_bytes, 1), num_blocks // 2))

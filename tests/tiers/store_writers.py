@@ -1,0 +1,66 @@
+"""Writers that are killed, and a store that remembers what it was given."""
+
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import kvcache_jax as kv
+from tests.support.sources import ROOT
+
+# A program that needs no jax: it writes pairs of a key and a value, from a file, over and over.
+WRITER = """
+import importlib.util, sys, types
+for name in ("kvcache_jax", "kvcache_jax.tiers"):
+    sys.modules[name] = types.ModuleType(name)
+for name in ("block_store", "directory_store"):
+    spec = importlib.util.spec_from_file_location(f"kvcache_jax.tiers.{name}", f"{sys.argv[1]}/{name}.py")
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+store = module.DirectoryStore(sys.argv[2])
+lines = [line.split() for line in open(sys.argv[3])]
+print("up", flush=True)
+for key, value in lines:
+    store.put([(key, bytes.fromhex(value))])
+    print(1, flush=True)
+"""
+
+
+class RecordingStore(kv.tiers.MemoryStore):
+    """A store that remembers what it was given, in order."""
+
+    def __init__(self):
+        super().__init__()
+        self.items = []
+
+    def put(self, items):
+        self.items += items
+        super().put(items)
+
+
+def kill_writers(folder, items, times, check):
+    """Starts writers of `items`, kills each at a random moment, calls `check(store)`; counts what was put."""
+    file, total, rng = folder / "items", 0, random.Random(times)
+    file.write_text("\n".join(f"{key} {bytes(value).hex()}" for key, value in items))
+    room = ROOT / "kvcache_jax" / "tiers"
+    for nth in range(times):
+        path = folder / f"store {nth}"
+        writer = subprocess.Popen(
+            [sys.executable, "-S", "-c", WRITER, str(room), str(path), str(file)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert writer.stdout is not None and writer.stdout.readline() == "up\n"
+        said = [writer.stdout.readline() for _ in range(rng.randrange(len(items)))]
+        time.sleep(rng.uniform(0, 0.001))
+        writer.send_signal(signal.SIGKILL)
+        said += [line for line in writer.stdout.read().split("\n")[:-1] if line.isdigit()]
+        writer.stdout.close()
+        writer.wait()
+        store = kv.tiers.DirectoryStore(path)
+        acknowledged = [key for key, _ in items[: len(said)]]
+        assert all(store.contains(acknowledged))
+        total += len(acknowledged)
+        check(store)
+    return total

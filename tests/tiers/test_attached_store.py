@@ -1,0 +1,127 @@
+"""A store beside a loop: nothing waits for it, and what it cannot take is counted."""
+
+import threading
+
+import numpy as np
+import pytest
+
+import kvcache_jax as kv
+from kvcache_jax import testing
+from tests.support.prefix_user import CONFIG, TENANT_A, PrefixUser
+
+pytestmark = pytest.mark.contract
+
+
+class SlowStore(kv.tiers.MemoryStore):
+    """A store that answers once it may."""
+
+    def __init__(self):
+        super().__init__()
+        self.may_answer = threading.Event()
+
+    def contains(self, keys):
+        assert self.may_answer.wait(60)
+        return super().contains(keys)
+
+    def put(self, items):
+        assert self.may_answer.wait(60)
+        super().put(items)
+
+
+@pytest.fixture
+def store():
+    return SlowStore()
+
+
+def attached(store, **options):
+    return kv.tiers.AttachedStore(store, weights="w", **options)
+
+
+def served(*texts, namespace=None):
+    user = PrefixUser(CONFIG)
+    for text in texts:
+        user.start(0, user.new_text(*text), namespace)
+        user.free(0)
+    return user
+
+
+def test_nothing_waits_for_a_slow_store(store):
+    """`save` returns, `find` says later, and both are done once the store answers."""
+    user, link = served((1, 17)), attached(store)
+    assert link.save(user.cache).num_saved == 4
+    assert link.save(user.cache).num_saved == 0  # it was handed over
+    user.start(0, user.new_text(2, 9))
+    assert link.save(user.cache).num_saved == 2
+    prompt = user.new_text(1, 17)
+    cold = PrefixUser(CONFIG)
+    for _ in range(3):
+        cold.cache, is_done = link.find(cold.cache, prompt)
+        assert not is_done and cold.lookup(prompt) == 0
+    store.may_answer.set()
+    link.flush()
+    cold.cache, is_done = link.find(cold.cache, prompt)
+    assert is_done and cold.start(1, prompt) == 16
+    assert link.close() and not link.report().reasons and link.num_dropped == 0
+    again, report = kv.tiers.load(store, kv.init(CONFIG), weights="w")
+    assert report.num_loaded == 6 and not report.reasons  # all are listed
+
+
+def test_what_the_queue_has_no_room_for_is_dropped_and_counted(store):
+    link = attached(store, max_queued=1)
+    users = [served((start, 9)) for start in (1, 2, 3, 4)]
+    saved = [link.save(user.cache).num_saved for user in users]
+    assert saved[-1] == 0 and link.num_dropped >= 2
+    _, is_done = link.find(kv.init(CONFIG), users[0].new_text(1, 9))
+    assert is_done  # a miss: nobody looks for it
+    store.may_answer.set()
+    link.flush()
+    assert link.save(users[-1].cache).num_saved == 2  # what was dropped is tried again
+    assert link.close()
+
+
+def test_a_namespace_is_found_by_its_name_alone(store):
+    store.may_answer.set()
+    user, link = served((1, 9), namespace=TENANT_A), attached(store)
+    link.save(user.cache)
+    link.flush()
+    prompt, cold = user.new_text(1, 9), PrefixUser(CONFIG)
+    for space, hit in ((None, 0), (TENANT_A, 8)):
+        cold.cache, _ = link.find(cold.cache, prompt, space)
+        link.flush()
+        cold.cache, is_done = link.find(cold.cache, prompt, space)
+        assert is_done and cold.lookup(prompt, space) == hit
+    assert link.close()
+
+
+@pytest.mark.slow
+def test_a_manager_goes_on_where_another_ended():
+    def step_fn(cache, batch):
+        return testing.write_tokens(cache, batch.tokens, batch.step), batch.tokens.sum()
+
+    store, prompt = kv.tiers.MemoryStore(), list(range(5, 22))
+    for num_found in (0, 16):
+        with kv.CacheManager(CONFIG, store=attached(store)) as manager:
+            assert manager.find_stored(prompt) in (True, False)
+            num_cached = manager.allocate_request("a", prompt)
+            assert num_cached == num_found
+            batch = manager.append_tokens("a", prompt[num_cached:])
+            manager.run(step_fn, batch)
+            manager.commit_tokens("a")
+    # What another process saved meanwhile is found when it is asked for.
+    other = served((7, 13))
+    with kv.CacheManager(CONFIG, store=attached(store)) as manager:
+        assert kv.tiers.save(other.cache, store, weights="w").num_saved == 3
+        new = other.new_text(7, 13)
+        while not manager.find_stored(np.array(new)):
+            threading.Event().wait(0.01)
+        assert manager.allocate_request("b", new) == 12
+    assert kv.CacheManager(CONFIG).find_stored(prompt)
+
+
+def test_arguments_that_are_refused(store):
+    with pytest.raises(TypeError, match="store is a dict, expected one with contains, get, put"):
+        attached({})
+    with pytest.raises((TypeError, ValueError), match="max_queued"):
+        attached(store, max_queued=0)
+    with pytest.raises(TypeError, match="weights is '', expected a digest"):
+        kv.tiers.AttachedStore(store, weights="")

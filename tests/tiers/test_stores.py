@@ -1,0 +1,198 @@
+"""Stores of bytes: what every store does, directories that processes share, and writers that are killed."""
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import kvcache_jax as kv
+from kvcache_jax.tiers.directory_store import DirectoryStore
+from tests.tiers.store_writers import kill_writers
+from tests.tiers.valkey_server import serving
+
+pytestmark = pytest.mark.contract
+
+KEYS = [f"{i * 2654435761 % 2**32:08x}{i:056x}" for i in range(40)]
+
+
+# A server that is installed here is tried, beside the part of one in `valkey_server.py`.
+SERVERS = [name for name in ("redis-server", "valkey-server") if shutil.which(name)]
+STORES = ["memory", "directory", "ocdbt", "tensorstore file", "valkey", *SERVERS]
+
+
+@contextlib.contextmanager
+def opened(name, folder):
+    if name in ("memory", "directory"):
+        yield kv.tiers.MemoryStore() if name == "memory" else DirectoryStore(folder / "a" / "b")
+    elif name == "ocdbt":
+        yield kv.tiers.TensorStore(folder / "a" / "b")
+    elif name == "tensorstore file":
+        yield kv.tiers.TensorStore({"driver": "file", "path": f"{folder}/a/"})
+    else:
+        path = folder / "socket"
+        with serving(path) if name == "valkey" else running(name, path):
+            yield kv.tiers.ValkeyStore(f"unix://{path}", timeout=30.0)
+
+
+@contextlib.contextmanager
+def running(server, path):
+    """Runs a server at a unix socket."""
+    options = ["--port", "0", "--unixsocket", str(path), "--save", "", "--dir", str(path.parent)]
+    process = subprocess.Popen([server, *options], stdout=subprocess.DEVNULL)
+    try:
+        while not path.exists():
+            assert process.poll() is None
+            time.sleep(0.01)
+        yield
+    finally:
+        process.terminate()
+        process.wait()
+
+
+@pytest.fixture(params=STORES)
+def store(request, tmp_path_factory):
+    with opened(request.param, tmp_path_factory.mktemp("s")) as store:
+        yield store
+
+
+def read(store, keys):
+    return [None if value is None else bytes(value) for value in store.get(keys)]
+
+
+def test_what_is_put_is_read_until_it_is_removed(store):
+    values = [bytes([i]) * i for i in range(8)]  # an empty one too
+    store.put([*zip(KEYS[:8], values, strict=True)])
+    assert read(store, KEYS[5:10]) == [*values[5:], None, None]
+    assert [*store.contains([KEYS[9], KEYS[0], KEYS[7]])] == [False, True, True]
+    before = store.get(KEYS[3:4])[0]
+    store.put([(KEYS[3], memoryview(b"another")), (KEYS[4], bytearray(b"one"))])
+    assert read(store, KEYS[3:5]) == [b"another", b"one"] and bytes(before) == values[3]
+    store.remove([KEYS[3], KEYS[30]])
+    assert read(store, KEYS[3:5]) == [None, b"one"] and bytes(before) == values[3]
+    store.put([])
+    assert store.get([]) == store.contains([]) == []
+    assert isinstance(store, kv.tiers.BlockStore) and not isinstance(object(), kv.tiers.BlockStore)
+
+
+@pytest.mark.parametrize("key", ["../../../../etc/passwd", "/etc/passwd", "", "ab", "G" * 64, "0" * 65, None])
+def test_a_key_never_leaves_the_store(store, key):
+    for call in (store.contains, store.get, store.remove, lambda keys: store.put([(keys[0], b"x")])):
+        with pytest.raises(ValueError, match="key is .*, expected 64 hexadecimal digits"):
+            call([key])
+
+
+def test_a_store_of_the_network_that_is_down(tmp_path):
+    store = kv.tiers.ValkeyStore(f"unix://{tmp_path}/nowhere", timeout=1.0)
+    with pytest.raises(Exception, match="onnect"):
+        store.get(KEYS[:1])
+
+
+@pytest.mark.parametrize(
+    ("make", "package"), [(kv.tiers.TensorStore, "tensorstore"), (kv.tiers.ValkeyStore, "valkey")]
+)
+def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch, make, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(
+        ImportError, match=rf"of the extra `{package}`: pip install 'kvcache_jax\[{package}\]'"
+    ):
+        make("unix:///nowhere")
+
+
+@pytest.mark.parametrize("max_bytes", [0, -1, 1.5, "1"])
+def test_a_limit_that_is_none_is_refused(tmp_path, max_bytes):
+    for make in (kv.tiers.MemoryStore, lambda max_bytes: DirectoryStore(tmp_path, max_bytes=max_bytes)):
+        with pytest.raises(ValueError, match="max_bytes is .*, expected a positive int"):
+            make(max_bytes=max_bytes)
+
+
+def test_values_used_longest_ago_make_room(tmp_path):
+    limited = [kv.tiers.MemoryStore(100), DirectoryStore(tmp_path, max_bytes=100)]
+    for store in limited:
+        for key in KEYS[:10]:
+            store.put([(key, b"x" * 10)])
+            time.sleep(0.01)  # a file's time of use
+        read(store, KEYS[:3])
+        for key in KEYS[10:14]:
+            store.put([(key, b"x" * 10)])
+        assert [*store.contains(KEYS[:14])] == [True] * 3 + [False] * 4 + [True] * 7
+        store.put([(KEYS[20], b"x" * 1000)])  # more than there is room for
+        assert not any(store.contains(KEYS[20:21]))
+
+
+def test_a_directory_of_something_else_is_refused(tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "thesis.tex").write_text("")
+    with pytest.raises(ValueError, match="has 'thesis.tex' and no blocks, expected a new or an empty"):
+        DirectoryStore(other)
+    with pytest.raises(OSError, match="is no directory that can be read and written"):
+        DirectoryStore(other / "thesis.tex")
+    with pytest.raises(OSError, match="is no directory that can be read and written"):
+        DirectoryStore(other / "thesis.tex" / "below")
+    assert sorted(entry.name for entry in other.iterdir()) == ["thesis.tex"]
+    made = DirectoryStore(tmp_path / "made").path / "kvcache_jax_blocks.json"
+    for text, error in (
+        ('{"format_version": 2}', "has blocks of format 2, expected 1: read it with the kvcache_jax that"),
+        ('{"format_ver', "is broken, expected a format version there"),
+        ("[]", "is broken, expected a format version there"),
+    ):
+        made.write_text(text)
+        with pytest.raises(ValueError, match=error):
+            DirectoryStore(made.parent)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="nothing is refused to root")
+def test_a_directory_without_rights_is_refused(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(PermissionError, match="is no directory that can be read and written"):
+        DirectoryStore(tmp_path / "new")
+
+
+def test_many_open_a_new_directory_at_once(tmp_path):
+    """Threads in place of processes: each has a store of its own."""
+    errors, stores = [], []
+
+    def open_it():
+        try:
+            stores.append(DirectoryStore(tmp_path / "new"))
+            stores[-1].put([(KEYS[0], b"value")])
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=open_it) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors and read(stores[0], KEYS[:1]) == [b"value"]
+    assert len(list((tmp_path / "new").rglob("*"))) == 3  # the marker, a folder and the value
+
+
+def test_what_a_killed_writer_left_is_removed_later(tmp_path):
+    store = DirectoryStore(tmp_path, max_bytes=10_000)
+    store.put([(KEYS[0], b"x")])
+    left = tmp_path / KEYS[0][:2] / ".left.1.2"
+    left.write_bytes(b"half")
+    store.put([(KEYS[0], b"x" * 1000)])
+    assert left.exists()  # its writer may be at work
+    os.utime(left, (0, time.time() - 7200))
+    store.put([(KEYS[0], b"x" * 1000)])
+    assert not left.exists() and read(store, KEYS[:1]) == [b"x" * 1000]
+
+
+def test_a_writer_that_is_killed_leaves_whole_values(tmp_path):
+    """What is there is a value that was put, and what `put` returned from is there; 10 kills."""
+    rng = np.random.default_rng(0)
+    items = {f"{rng.bytes(32).hex()}": rng.bytes(int(rng.integers(1, 4000))) for _ in range(300)}
+    assert kill_writers(tmp_path, [*items.items()], 10, lambda store: check_values(store, items)) > 0
+
+
+def check_values(store, items):
+    for (key, value), found in zip(items.items(), read(store, [*items]), strict=True):
+        assert found in (None, value), key
