@@ -23,18 +23,19 @@ PY_AOT_0112 := .venv-aot-0112/bin/python
 PY_TPU := .venv-tpu/bin/python
 PY_DIST := .venv-dist/bin/python
 PY_DOCS := .venv-docs/bin/python
+PY_INTEGRATIONS := .venv-integrations/bin/python
 PIP_INSTALL := --require-virtualenv --disable-pip-version-check install --quiet --no-compile
 
 # Where the environment says that modules are not to be kept compiled, each of the dozens of processes that start
 # here would compile jax again, for two seconds.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help .venv .venv-0112 .venv-aot .venv-aot-0112 .venv-tpu .venv-dist .venv-docs demo block-map test \
-	test-slow test-all test-0112 aot aot-newest aot-loops aot-steps aot-0112 aot-benchmark aot-tpu lint mutants bench \
-	dist docs clean distclean
+.PHONY: help .venv .venv-0112 .venv-aot .venv-aot-0112 .venv-tpu .venv-dist .venv-docs .venv-integrations demo \
+	block-map test test-slow test-all test-0112 aot aot-newest aot-loops aot-steps aot-0112 aot-benchmark aot-tpu lint mutants bench \
+	dist docs integrations clean distclean
 
 help:
-	@echo "make demo | block-map | test | test-all | lint | bench | mutants | test-0112 | aot | aot-tpu | dist | docs | .venv | clean | distclean"
+	@echo "make demo | block-map | test | test-all | lint | bench | mutants | test-0112 | aot | aot-tpu | dist | docs | integrations | .venv | clean | distclean"
 
 demo: .venv
 	$(PY) -m experiments.decode
@@ -108,13 +109,17 @@ docs: .venv-docs
 	NO_MKDOCS_2_WARNING=1 $(PY_DOCS) -m mkdocs build --quiet --strict
 	$(PY_DOCS) -m tests.site.built_pages build/site
 
+# Programs of others that talk to this library, as they are.
+integrations: .venv-integrations
+	$(PY_INTEGRATIONS) -m tests.integrations.dynamo_indexer
+
 # clean leaves the environments, distclean leaves a fresh clone.
 clean:
 	rm -rf .cache build dist .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf .venv .venv-0112 .venv-aot .venv-aot-0112 .venv-tpu .venv-dist .venv-docs
+	rm -rf .venv .venv-0112 .venv-aot .venv-aot-0112 .venv-tpu .venv-dist .venv-docs .venv-integrations
 
 # Environments. The stamp is touched last, so that an interrupted installation is done again.
 .venv: .venv/.made
@@ -124,6 +129,7 @@ distclean: clean
 .venv-tpu: .venv-tpu/.made
 .venv-dist: .venv-dist/.made
 .venv-docs: .venv-docs/.made
+.venv-integrations: .venv-integrations/.made
 
 .venv/.made: pyproject.toml Makefile
 	@$(call make_venv,.venv)
@@ -165,6 +171,11 @@ distclean: clean
 .venv-docs/.made: .venv/.made
 	@$(call make_venv_on,.venv-docs,.venv)
 	$(PY) -m pip --python $(PY_DOCS) $(PIP_INSTALL) --editable '.[docs]'
+	@touch $@
+
+.venv-integrations/.made: .venv/.made
+	@$(call make_venv_on,.venv-integrations,.venv)
+	$(PY) -m pip --python $(PY_INTEGRATIONS) $(PIP_INSTALL) ai-dynamo-runtime
 	@touch $@
 
 # XLA's CUDA plugin of the interpreter's jax, and the compiler and disassembler that it calls; no CUDA libraries.

@@ -16,13 +16,14 @@ Its rooms, each of which imports only those above it; a public operation's file 
 * `compression`: fewer tokens per row: `drop`, `compress`, scores of tokens, streaming
 * `chunks`: stored passages that are reused at any position
 * `tiers`: blocks in host memory, in stores of bytes, and as values that leave the cache and return
+* `processes`: events by which other processes know what a cache holds
 * `engine`: continuous batching inside one compiled program
 * `manager`: requests by id on the host
 * `testing`: poison, the token test, checks of a model of one's own
 
-Other names are in namespaces: `chunks`, `compression`, `engine`, `decoding`, `inspect`, `manager`, `testing`,
-`tiers`, which are rooms, and `state`, `policies`, `backends`. Namespaces and flat names
-share none.
+Other names are in namespaces: `chunks`, `compression`, `engine`, `decoding`, `inspect`, `manager`,
+`processes`, `testing`, `tiers`, which are rooms, and `state`, `policies`, `backends`. Namespaces and flat
+names share none.
 """
 
 import importlib.metadata as _metadata
@@ -37,6 +38,7 @@ from kvcache_jax import (
     inspect,
     manager,
     policies,
+    processes,
     state,
     testing,
     tiers,
@@ -161,6 +163,7 @@ __all__ = [
     "num_available_blocks",
     "num_blocks_needed",
     "policies",
+    "processes",
     "preempt_to_utilization",
     "raise_for_status",
     "recurrence",

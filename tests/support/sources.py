@@ -23,6 +23,7 @@ ROOMS = (
     "compression",
     "chunks",
     "tiers",
+    "processes",
     "engine",
     "manager",
     "testing",

@@ -1,0 +1,165 @@
+"""Events on a socket, in the format of vLLM, which gateways that route by prefixes read."""
+
+import collections
+import contextlib
+import importlib
+import queue
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from kvcache_jax.processes.index_events import AllBlocksCleared, BlockRemoved, BlockStored, IndexEvent
+
+_END = -1
+_POLL_SECONDS = 0.02
+
+
+class EventPublisher:
+    """A ZeroMQ publisher of batches of events, with numbers in sequence and a socket that sends them again.
+
+    A message has three frames: the topic, the number as eight bytes in big-endian order, and MessagePack of
+    `[time, events, rank]`. A subscriber that missed numbers sends the first of them to the replay socket, and
+    gets `(number, payload)` for each from there on, and -1 at the end. The events name tokens: bind to an
+    address that only those can reach who may read prompts.
+
+    Attributes:
+      endpoint: Address of the publisher, such as "tcp://127.0.0.1:5557"; with the port that was chosen, where
+        "*" asked for a free one.
+      replay_endpoint: Address of the replay socket, or None for none.
+
+    Example:
+      publisher = kv.processes.EventPublisher("tcp://127.0.0.1:5557", replay="tcp://127.0.0.1:5558")
+      follower = kv.processes.IndexFollower()
+      publisher.publish(follower.update(cache))
+
+    References:
+      vLLM's `kv_events.py`, whose subscribers are llm-d, AIBrix, Dynamo and others.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        replay: str | None = None,
+        topic: str = "",
+        rank: int = 0,
+        max_batches: int = 10_000,
+    ):
+        """Binds the sockets.
+
+        Args:
+          endpoint: Address of the publisher.
+          replay: Address of the replay socket.
+          topic: First frame of every message.
+          rank: Of this replica among those of one model, which subscribers tell apart by it.
+          max_batches: Batches that are kept to be sent again, and that may wait to be sent.
+
+        Raises:
+          ImportError: the extra `events` is not installed.
+          OSError: an address that is in use, or none.
+        """
+        self._zmq, self._encode = _import("zmq"), _import("msgspec").msgpack.encode
+        self._topic, self._rank = topic.encode(), rank
+        self._waiting: queue.Queue[bytes] = queue.Queue(max_batches)
+        self._sent: collections.deque[tuple[int, bytes]] = collections.deque(maxlen=max_batches)
+        self._number = 0
+        self._is_closing = threading.Event()
+        with contextlib.ExitStack() as stack:
+            self._context = stack.enter_context(self._zmq.Context())
+            self._publisher, self.endpoint = self._bound(stack, self._zmq.PUB, endpoint)
+            self._replay, self.replay_endpoint = None, None
+            if replay is not None:
+                self._replay, self.replay_endpoint = self._bound(stack, self._zmq.ROUTER, replay)
+            self._stack = stack.pop_all()
+        self._thread = threading.Thread(target=self._run, name="kvcache_jax events", daemon=True)
+        self._thread.start()
+
+    def publish(self, events: Sequence[IndexEvent]) -> None:
+        """Sends events as one batch, in another thread; none is no batch.
+
+        Raises:
+          RuntimeError: the publisher is closed.
+          queue.Full: `max_batches` wait, for the network takes none.
+        """
+        if self._is_closing.is_set():
+            raise RuntimeError("the publisher is closed, expected events before close()")
+        if events:
+            batch = [time.time(), [_fields_of(event) for event in events], self._rank]
+            self._waiting.put_nowait(self._encode(batch))
+
+    def close(self) -> None:
+        """Sends what waits, and closes the sockets."""
+        self._is_closing.set()
+        self._thread.join()
+
+    def __enter__(self) -> "EventPublisher":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _bound(self, stack: contextlib.ExitStack, kind: int, address: str) -> tuple[Any, str]:
+        socket = stack.enter_context(self._context.socket(kind))
+        socket.linger = 1000  # milliseconds that closing waits for the network
+        try:
+            socket.bind(address)
+        except self._zmq.ZMQError as error:
+            raise OSError(
+                f"{address!r} cannot be bound ({error}), expected a free address such as 'tcp://127.0.0.1:*'"
+            ) from error
+        return socket, socket.getsockopt_string(self._zmq.LAST_ENDPOINT)
+
+    def _run(self) -> None:
+        # The sockets are this thread's from here on.
+        with self._stack:
+            while not (self._is_closing.is_set() and self._waiting.empty()):
+                with contextlib.suppress(queue.Empty):
+                    self._send(self._waiting.get(timeout=_POLL_SECONDS))
+                while self._replay is not None and self._replay.poll(0):
+                    self._send_again(self._replay.recv_multipart())
+
+    def _send(self, payload: bytes) -> None:
+        number, self._number = self._number, self._number + 1
+        self._sent.append((number, payload))
+        self._publisher.send_multipart((self._topic, _bytes_of(number), payload))
+
+    def _send_again(self, request: list[bytes]) -> None:
+        assert self._replay is not None
+        if len(request) != 3 or len(request[2]) != 8:  # of a client that speaks something else
+            return
+        client, first = request[0], int.from_bytes(request[2], "big")
+        for number, payload in self._sent:
+            if number >= first:
+                self._replay.send_multipart((client, b"", _bytes_of(number), payload))
+        self._replay.send_multipart((client, b"", _bytes_of(_END), b""))
+
+
+def _fields_of(event: IndexEvent) -> list[Any]:
+    """Lists an event's tag and its fields, in the order that subscribers expect."""
+    match event:
+        case BlockStored():
+            lora_id = lora_name = None
+            fields = [[*event.block_hashes], event.parent_block_hash, [*event.token_ids], event.block_size]
+            fields += [lora_id, event.medium, lora_name]
+            if event.namespace:
+                fields.append([[event.namespace]] * len(event.block_hashes))
+        case BlockRemoved():
+            fields = [[*event.block_hashes], event.medium]
+        case AllBlocksCleared():
+            fields = []
+    return [type(event).__name__, *fields]
+
+
+def _bytes_of(number: int) -> bytes:
+    return struct.pack(">q", number)
+
+
+def _import(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ImportError(
+            f"EventPublisher needs {name}, of the extra `events`: pip install 'kvcache_jax[events]'"
+        ) from error

@@ -1,0 +1,192 @@
+"""Changes of the prefix index as events, by which a router knows the prefixes that each replica holds."""
+
+import hashlib
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from kvcache_jax.core.cache_checks import require_prefix_index
+from kvcache_jax.core.state import Cache
+from kvcache_jax.tiers.published import Blocks, read_blocks
+
+DEVICE, HOST = "GPU", "CPU"
+"""Media of blocks, by the names that subscribers know."""
+
+
+class BlockStored(NamedTuple):
+    """Blocks that prompts find from now on, each of which continues the one before.
+
+    Attributes:
+      block_hashes: One per block: 64 bits of a digest of the namespace and all tokens up to the block's end,
+        the same in every process.
+      parent_block_hash: Of the block before the first; None at the start of a text.
+      token_ids: Of all the blocks.
+      block_size: Tokens per block.
+      medium: "GPU" for the device, of whichever kind, and "CPU" for the host.
+      namespace: u32[4] as 32 hexadecimal digits; "" for the common one.
+    """
+
+    block_hashes: tuple[int, ...]
+    parent_block_hash: int | None
+    token_ids: tuple[int, ...]
+    block_size: int
+    medium: str
+    namespace: str
+
+
+class BlockRemoved(NamedTuple):
+    """Blocks that no prompt finds there any more.
+
+    Attributes:
+      block_hashes: As in `BlockStored`.
+      medium: The place.
+    """
+
+    block_hashes: tuple[int, ...]
+    medium: str
+
+
+class AllBlocksCleared(NamedTuple):
+    """The end of all blocks."""
+
+
+type IndexEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class IndexFollower:
+    """The index of a cache at the last look, from which `update` tells what changed.
+
+    Example:
+      >>> import numpy as np, kvcache_jax as kv
+      >>> config = kv.CacheConfig(
+      ...     [kv.FullAttention(1, 8)], block_size=2, max_seqs=1, max_seq_len=8, enable_prefix_caching=True)
+      >>> cache, follower = kv.init(config), kv.processes.IndexFollower()
+      >>> cache, _ = kv.allocate(cache, [0], [4], tokens=np.array([[5, 6, 7, 8]]))
+      >>> cache, _ = kv.extend(cache, [4], max_new=4, tokens=np.array([[5, 6, 7, 8]]))
+      >>> [event] = follower.update(kv.commit(cache)[0])
+      >>> len(event.block_hashes), event.parent_block_hash, event.token_ids, event.medium
+      (2, None, (5, 6, 7, 8), 'GPU')
+    """
+
+    def __init__(self):
+        self._before: Blocks | None = None
+        self._names: list[int | None] = []  # per block, of published ones that prompts can reach
+
+    def update(self, cache: Cache) -> list[IndexEvent]:
+        """Lists the changes since the last call, at first since an empty index.
+
+        Applied in order they give this index. It is read from the device once, and digests are computed of
+        new blocks alone.
+
+        Args:
+          cache: With prefix caching, of the same config in every call.
+
+        Raises:
+          ValueError: a cache without prefix caching, or of another config.
+        """
+        require_prefix_index("IndexFollower.update", cache)
+        blocks = read_blocks(cache)
+        group = cache.config.groups[cache.config.indexed_group]
+        before = self._before
+        if before is not None and before.tokens.shape != blocks.tokens.shape:
+            raise ValueError(
+                f"the cache has {blocks.tokens.shape} tokens in blocks and the one before had "
+                f"{before.tokens.shape}, expected the same config: make an IndexFollower for each"
+            )
+        names, order = self._renamed(blocks)
+        was, now = _places(self._names, group.num_blocks), _places(names, group.num_blocks)
+        self._before, self._names = blocks, names
+        if was and not now:
+            return [AllBlocksCleared()]
+        events: list[IndexEvent] = []
+        for medium in (DEVICE, HOST):
+            if gone := tuple(name for name, where in was if where == medium and (name, where) not in now):
+                events.append(BlockRemoved(gone, medium))
+        new = [block for block in order if (names[block], _medium(block, group.num_blocks)) not in was]
+        return events + _stored(blocks, names, new, group.num_blocks)
+
+    def _renamed(self, blocks: Blocks) -> tuple[list[int | None], list[int]]:
+        """Names all blocks; lists those that changed, a block before those that continue it."""
+        nowhere, parents = len(blocks.parents), np.array([*blocks.parents, 0])
+        changed = np.append(blocks.is_published, False)
+        names: list[int | None] = [None] * nowhere
+        if self._before is not None:
+            before = self._before
+            changed[:-1] &= (
+                ~before.is_published
+                | (before.tokens != blocks.tokens).any(axis=1)
+                | (before.namespaces != blocks.namespaces).any(axis=1)
+                | (np.array(before.parents) != parents[:-1])
+            )
+            # A block after another predecessor has another name, though its own tokens are the same.
+            while True:
+                more = changed | np.append(blocks.is_published & changed[parents[:-1]], False)
+                if (more == changed).all():
+                    break
+                changed = more
+            names = [
+                name if kept else None
+                for name, kept in zip(self._names, blocks.is_published & ~changed[:-1], strict=True)
+            ]
+        order: list[int] = []
+        is_named = ~changed
+        is_named[-1] = True
+        for block in np.flatnonzero(changed).tolist():
+            path = []
+            while block >= 0 and not is_named[block]:
+                path.append(block)
+                is_named[block] = True
+                block = blocks.parents[block]
+            for at in reversed(path):
+                parent = blocks.parents[at]
+                # After a block that was forgotten no prompt finds this one.
+                if parent == nowhere or (parent >= 0 and names[parent] is not None):
+                    names[at] = _name(blocks, at, None if parent == nowhere else names[parent])
+                    order.append(at)
+        return names, order
+
+
+def _name(blocks: Blocks, block: int, parent: int | None) -> int:
+    text = blocks.namespaces[block].astype("<u4").tobytes() + blocks.tokens[block].astype("<i4").tobytes()
+    before = b"" if parent is None else parent.to_bytes(8, "little")
+    return int.from_bytes(hashlib.blake2b(before + text, digest_size=8).digest(), "little")
+
+
+def _medium(block: int, num_on_device: int) -> str:
+    return DEVICE if block < num_on_device else HOST
+
+
+def _places(names: list[int | None], num_on_device: int) -> dict[tuple[int, str], None]:
+    """Lists names with their media, in the order of blocks."""
+    return {
+        (name, _medium(block, num_on_device)): None for block, name in enumerate(names) if name is not None
+    }
+
+
+def _stored(
+    blocks: Blocks, names: list[int | None], new: Iterable[int], num_on_device: int
+) -> list[IndexEvent]:
+    """Joins blocks that continue one another in one event each."""
+    runs: list[list[int]] = []
+    for block in new:
+        last = runs[-1][-1] if runs else -1
+        if blocks.parents[block] == last and (block < num_on_device) == (last < num_on_device):
+            runs[-1].append(block)
+        else:
+            runs.append([block])
+    events: list[IndexEvent] = []
+    for run in runs:
+        parent = blocks.parents[run[0]]
+        namespace = blocks.namespace(run[0])
+        events.append(
+            BlockStored(
+                tuple(name for block in run if (name := names[block]) is not None),
+                None if parent == len(names) else names[parent],
+                tuple(blocks.tokens[run].reshape(-1).tolist()),
+                blocks.tokens.shape[1],
+                _medium(run[0], num_on_device),
+                namespace if int(namespace, 16) else "",
+            )
+        )
+    return events

@@ -1,0 +1,143 @@
+"""Events on a socket: numbered, sent again on request, in the bytes that subscribers of vLLM decode."""
+
+import struct
+import sys
+
+import pytest
+
+from kvcache_jax.processes import AllBlocksCleared, BlockRemoved, BlockStored, EventPublisher
+
+msgspec, zmq = pytest.importorskip("msgspec"), pytest.importorskip("zmq")
+
+
+class Event(msgspec.Struct, array_like=True, omit_defaults=True, tag=True):
+    """As subscribers declare them: the tag first, then the fields in their order."""
+
+
+class Stored(Event, tag="BlockStored"):
+    block_hashes: list[int | bytes]
+    parent_block_hash: int | bytes | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list | None = None
+    group_idx: int | None = None
+
+
+class Removed(Event, tag="BlockRemoved"):
+    block_hashes: list[int | bytes]
+    medium: str | None
+    group_idx: int | None = None
+
+
+class Cleared(Event, tag="AllBlocksCleared"):
+    pass
+
+
+class Batch(msgspec.Struct, array_like=True, omit_defaults=True):
+    ts: float
+    events: list[Stored | Removed | Cleared]
+    data_parallel_rank: int | None = None
+
+
+NAMESPACE = "01" * 16
+EVENTS = [
+    BlockStored((2**64 - 1, 3), None, (1, 2, 3, 4), 2, "GPU", ""),
+    BlockStored((5,), 3, (5, 6), 2, "CPU", NAMESPACE),
+    BlockRemoved((3, 5), "GPU"),
+    AllBlocksCleared(),
+]
+DECODED = [
+    Stored([2**64 - 1, 3], None, [1, 2, 3, 4], 2, None, "GPU", None),
+    Stored([5], 3, [5, 6], 2, None, "CPU", None, [[NAMESPACE]]),
+    Removed([3, 5], "GPU"),
+    Cleared(),
+]
+
+
+def decoded(payload):
+    return msgspec.msgpack.decode(payload, type=Batch)
+
+
+def received(socket):
+    assert socket.poll(20_000), "nothing came within 20 s"
+    return socket.recv_multipart()
+
+
+@pytest.fixture
+def context():
+    with zmq.Context() as context:
+        yield context
+
+
+def subscribed(context, publisher, topic=""):
+    """Subscribes, and sends until the subscription has arrived."""
+    socket = context.socket(zmq.SUB)
+    socket.linger = 0
+    socket.subscribe(topic)
+    socket.connect(publisher.endpoint)
+    for _ in range(500):
+        publisher.publish([AllBlocksCleared()])
+        if socket.poll(20):
+            return socket
+    raise AssertionError("no message came in 10 s")
+
+
+def replayed(context, publisher, first):
+    """Asks for all messages from a number on."""
+    with context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        socket.connect(publisher.replay_endpoint)
+        socket.send_multipart((b"", struct.pack(">q", first)))
+        found = []
+        while True:
+            empty, number, payload = received(socket)
+            assert empty == b""
+            if int.from_bytes(number, "big", signed=True) == -1:
+                assert payload == b""
+                return found
+            found.append((int.from_bytes(number, "big"), payload))
+
+
+def test_a_subscriber_decodes_what_was_published_and_gets_again_what_it_missed(context):
+    address = "tcp://127.0.0.1:*"
+    with EventPublisher(address, replay=address, topic="kv", rank=3, max_batches=1000) as publisher:
+        with subscribed(context, publisher, "kv") as socket:
+            publisher.publish([])  # is no batch
+            publisher.publish(EVENTS)
+            publisher.publish(EVENTS[2:3])
+            messages = []
+            while not messages or decoded(messages[-1][2]).events != DECODED[2:3]:
+                messages.append(received(socket))
+        topics, numbers, payloads = zip(*messages, strict=True)
+        numbers = [int.from_bytes(number, "big") for number in numbers]
+        assert {*topics} == {b"kv"} and numbers == [*range(numbers[0], numbers[-1] + 1)]
+        assert decoded(payloads[-2]).events == DECODED and decoded(payloads[-2]).data_parallel_rank == 3
+        again = replayed(context, publisher, numbers[-2])
+        assert again == [*zip(numbers[-2:], payloads[-2:], strict=True)]
+        everything = replayed(context, publisher, 0)
+        assert [number for number, _ in everything] == [*range(numbers[-1] + 1)]
+        assert replayed(context, publisher, numbers[-1] + 1) == []
+        with pytest.raises(OSError, match=r"cannot be bound \(.*\), expected a free address"):
+            EventPublisher(publisher.endpoint)
+    with pytest.raises(RuntimeError, match="the publisher is closed"):
+        publisher.publish(EVENTS)
+
+
+def test_the_last_batches_alone_are_kept(context):
+    with EventPublisher("tcp://127.0.0.1:*", replay="tcp://127.0.0.1:*", max_batches=4) as publisher:
+        with subscribed(context, publisher) as socket:
+            for nth in range(9):
+                publisher.publish([BlockRemoved((nth,), "GPU")])
+                while decoded(received(socket)[2]).events != [Removed([nth], "GPU")]:
+                    pass
+            kept = [decoded(payload).events[0].block_hashes for _, payload in replayed(context, publisher, 0)]
+    assert kept == [[5], [6], [7], [8]]
+
+
+def test_an_absent_package_is_named_with_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "zmq", None)
+    with pytest.raises(ImportError, match=r"needs zmq, of the extra `events`: pip install"):
+        EventPublisher("tcp://127.0.0.1:*")

@@ -1,0 +1,162 @@
+"""Events of the index: whoever applies them has the prefixes that prompts find, and no others."""
+
+import collections
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvcache_jax as kv
+from kvcache_jax.processes import AllBlocksCleared, BlockRemoved, BlockStored, IndexFollower
+from tests.support.window_script import WindowScript, grouped_config
+from tests.tiers.host_script import HostScript, host_config
+
+FULL = kv.FullAttention(1, 5)
+
+
+class Router:
+    """What a subscriber knows of one replica: by medium {hash: (hash before, tokens, namespace)}."""
+
+    def __init__(self):
+        self.blocks = {"GPU": {}, "CPU": {}}
+
+    def apply(self, events):
+        for event in events:
+            match event:
+                case BlockStored():
+                    parent, size = event.parent_block_hash, event.block_size
+                    assert len(event.token_ids) == size * len(event.block_hashes)
+                    for i, name in enumerate(event.block_hashes):
+                        assert parent is None or any(parent in blocks for blocks in self.blocks.values())
+                        assert name not in self.blocks[event.medium], "stored twice"
+                        tokens = event.token_ids[i * size : (i + 1) * size]
+                        self.blocks[event.medium][name] = parent, tokens, event.namespace
+                        parent = name
+                case BlockRemoved():
+                    for name in event.block_hashes:
+                        del self.blocks[event.medium][name]
+                case AllBlocksCleared():
+                    assert any(self.blocks.values())
+                    self.blocks = {"GPU": {}, "CPU": {}}
+
+    def texts(self):
+        """All prefixes: (medium of the last block, namespace, tokens)."""
+        known = self.blocks["GPU"] | self.blocks["CPU"]
+        return sorted(
+            (medium, namespace, self._text(known, name))
+            for medium, blocks in self.blocks.items()
+            for name, (_, _, namespace) in blocks.items()
+        )
+
+    def _text(self, known, name):
+        parts = []
+        while name is not None:
+            name, tokens, _ = known[name]
+            parts.append(tokens)
+        return tuple(token for tokens in reversed(parts) for token in tokens)
+
+
+def texts_of(cache):
+    """The same of a cache, by walking from block to block."""
+    index, g = cache.control.prefix_index, cache.config.indexed_group
+    pool = cache.control.block_pools[g]
+    parents, words = np.asarray(index.parent).tolist(), np.asarray(index.namespace)
+    tokens, found, by_serial = np.asarray(index.block_tokens).tolist(), [], {}
+    published = np.flatnonzero(np.asarray(pool.cached.is_published)).tolist()
+    texts = {}
+
+    def text(block):
+        if block == pool.num_blocks:
+            return ()
+        return (*text(parents[block]), *tokens[block])
+
+    def digits(row):
+        return "".join(int(word).to_bytes(4, "little").hex() for word in row) if row.any() else ""
+
+    for block in published:
+        texts["GPU", block] = text(block)
+        found.append(("GPU", digits(words[block]), texts["GPU", block]))
+    tier = cache.control.extras.get("host")
+    if tier is not None:
+        serial = np.asarray(tier.serial)
+        hosted = np.flatnonzero(np.asarray(tier.control.block_pools[g].cached.is_published))
+        hosted = [int(block) for block in hosted if block < tier.num_blocks]
+        for block in published:
+            by_serial[int(serial[tier.num_blocks + block])] = texts["GPU", block]
+        by_serial[0] = ()
+        waiting = hosted
+        while waiting:
+            known = [b for b in waiting if int(tier.index.parent[b]) in by_serial]
+            if not known:
+                break  # what they follow was forgotten
+            for b in known:
+                texts["CPU", b] = (
+                    *by_serial[int(tier.index.parent[b])],
+                    *np.asarray(tier.index.block_tokens[b]).tolist(),
+                )
+                found.append(("CPU", digits(np.asarray(tier.index.namespace[b])), texts["CPU", b]))
+                if serial[b]:
+                    by_serial[int(serial[b])] = texts["CPU", b]
+            waiting = [b for b in waiting if b not in known]
+    return sorted(found)
+
+
+@pytest.mark.parametrize("has_host", [False, True])
+def test_a_router_knows_what_prompts_find(has_host):
+    if has_host:
+        script = HostScript(7, host_config(layers=[FULL]))
+    else:
+        script = WindowScript(7, 2, grouped_config())
+    follower, router, counts = IndexFollower(), Router(), collections.Counter()
+    for nth in range(150):
+        script.step()
+        if nth % 3:
+            continue  # several operations between two looks
+        events = follower.update(script.cache)
+        router.apply(events)
+        for event in events:
+            counts[type(event)] += 1
+        assert router.texts() == texts_of(script.cache), nth
+    assert follower.update(script.cache) == follower.update(script.cache) == []
+    cache, _ = kv.reset_prefix_cache(script.cache)
+    assert follower.update(cache) == [AllBlocksCleared()]
+    assert min(counts[BlockStored], counts[BlockRemoved]) > 10 and kv.check_invariants(cache) == [], counts
+    # A subscriber that comes later is told everything by a follower of its own.
+    late = Router()
+    late.apply(IndexFollower().update(script.cache))
+    assert late.texts() == router.texts() != []
+    if has_host:
+        assert len(router.blocks["CPU"]) > 3
+
+
+def test_names_are_the_same_in_every_process_and_differ_by_namespace():
+    config = kv.CacheConfig(
+        [FULL], num_blocks=8, block_size=2, max_seqs=2, max_seq_len=8, enable_prefix_caching=True
+    )
+    text, namespaces = np.array([[5, 6, 7, 8, 9]] * 2), np.array([[0, 0, 0, 0], [1, 2, 3, 4]], np.uint32)
+    names = []
+    for seed in (0, 1):
+        cache = kv.init(config)
+        control = dataclasses.replace(cache.control, hash_key=jnp.array([seed, 7], jnp.uint32))
+        cache = dataclasses.replace(cache, control=control)
+        cache, _ = kv.allocate(cache, [0, 1], [5, 5], tokens=text, namespace=namespaces)
+        cache, _ = kv.extend(cache, [5, 5], max_new=5, tokens=text)
+        events = IndexFollower().update(kv.commit(cache)[0])
+        assert [event.namespace for event in events] == ["", "01000000020000000300000004000000"]
+        names.append([event.block_hashes for event in events])
+    assert names[0] == names[1] and len({*names[0][0], *names[0][1]}) == 4
+    assert names[0][0] == (8667545319388385454, 7250618643434716976)
+
+
+def test_what_has_no_index_is_refused():
+    sizes = dict(max_seqs=1, max_seq_len=8)
+    with pytest.raises(ValueError, match="enable_prefix_caching"):
+        IndexFollower().update(kv.init(kv.CacheConfig([FULL], **sizes)))
+    follower = IndexFollower()
+    for num_blocks in (4, 5):
+        cache = kv.init(kv.CacheConfig([FULL], num_blocks=num_blocks, enable_prefix_caching=True, **sizes))
+        if num_blocks == 4:
+            assert follower.update(cache) == []
+    with pytest.raises(ValueError, match="expected the same config: make an IndexFollower for each"):
+        follower.update(cache)
