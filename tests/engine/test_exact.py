@@ -51,7 +51,7 @@ class RandomPace(Pace):
         super().__init__(most_steps)
         self.most_steps, self.rng = most_steps, rng
 
-    def choose(self, now):
+    def choose(self, now, has_free_row):
         most = int(self.rng.integers(1, self.most_steps + 1))
         return Length(int(self.rng.integers(1, most + 1)), most), int(self.rng.integers(1, 3))
 
