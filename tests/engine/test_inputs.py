@@ -12,7 +12,7 @@ import pytest
 import kvcache_jax as kv
 from kvcache_jax.decoding.sampling import SamplingColumns, sample, sampling_columns
 from kvcache_jax.engine.requests import sample_seed
-from tests.engine.exact_engine import LIMITS, SIZES, ask, expect
+from tests.engine.exact_engine import LIMITS, SIZES, RandomPace, ask, expect
 from tests.engine.exact_model import (
     VOCAB,
     _next_token,
@@ -23,7 +23,6 @@ from tests.engine.exact_model import (
     make_params,
     random_request,
 )
-from tests.engine.test_exact import RandomPace
 
 TABLE = np.random.default_rng(0).integers(0, 5, (5, VOCAB))
 """The next state of an automaton of 5 states; a state bans the tokens that are equal to it, modulo 5."""
