@@ -21,7 +21,8 @@ On the same requests, model, rows and compiled forward:
                             own scheduler would take is not counted, for the schedule stays in the program
   a table for the model     continuous, prefix cache, with a look-up in place of the forward: the scheduler
 They take turns of as many tokens, and a side's clock stands still while it is not its turn: whatever else the
-machine does meanwhile meets them alike. A token comes when the host has it: deliveries are 32 steps long.
+machine does meanwhile meets them alike. A token comes when the host has it: deliveries are of as many
+steps as the engine chooses, at most 32.
 
 --interference measures what is between two deliveries while a thread of the process runs Python and another
 process burns a core, beside what it is without. --simulate is about a machine that is only named: the forward

@@ -24,7 +24,7 @@ class Delivery:
         self.events: deque[TokenEvent] = deque()
         self.metrics = Metrics()
         self._tables, self._width, self._outbox = tables, width, HEADER_LEN + max_seqs
-        self._reports = np.zeros((len(tables), self._outbox), np.int32)
+        self.forget_rows()
         self._counts = [dict.fromkeys(EngineCounter, 0) for _ in tables]
 
     def take_in(self, reports: np.ndarray, begun_at: float, now: float) -> tuple[int, bool]:
@@ -141,8 +141,9 @@ class Delivery:
         )
 
     def forget_rows(self) -> None:
-        """Hears that no request runs any more."""
-        self._reports = np.zeros_like(self._reports[:, : self._outbox])
+        """Hears that no request runs."""
+        self._reports = np.zeros((len(self._tables), self._outbox), np.int32)
+        self._reports[:, HEADER_LEN:] = -1
 
     def figures(self, num_reads: int) -> EngineFigures:
         """Makes the figures of the latest reports."""

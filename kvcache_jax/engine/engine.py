@@ -25,7 +25,7 @@ from kvcache_jax.engine.delivery import Delivery
 from kvcache_jax.engine.device import Arrival, Device
 from kvcache_jax.engine.events import EngineFigures, TokenEvent
 from kvcache_jax.engine.failure import uninterrupted
-from kvcache_jax.engine.inputs import input_specs
+from kvcache_jax.engine.inputs import Inputs
 from kvcache_jax.engine.options import (
     LIMITS,
     SCHEDULE,
@@ -47,8 +47,7 @@ from kvcache_jax.engine.program import outbox_len
 from kvcache_jax.engine.requests import GenerationRequest, one_namespace
 from kvcache_jax.engine.shards import Shards
 from kvcache_jax.engine.state import EngineState, Finish, outbox_width
-from kvcache_jax.engine.step import AdvanceInputs, Model, ProcessLogits
-from kvcache_jax.engine.stop_text import Detokenize
+from kvcache_jax.engine.step import Model, ProcessLogits
 from kvcache_jax.engine.table import RequestTable, Sample, checked_ids
 from kvcache_jax.prefix.names import namespace as make_namespace
 from kvcache_jax.prefix.names import namespace_within
@@ -83,12 +82,8 @@ class Engine:
       process_logits: `(logits f32[max_seqs, vocab], state) -> logits`, for masks, penalties and bans; -inf is
         a ban. A request whose tokens are all banned ends with the finish reason "no_token". If it has a
         parameter `inputs`, it is handed the rows' inputs, {name: [max_seqs, ...]}; `params` is the model's.
-      inputs: What a request may say to the program: {name: dtype}, or a `jax.ShapeDtypeStruct` each. A model
-        with a parameter `inputs` is handed those of the rows of its step.
-      advance_inputs: `(inputs, tokens i32[n]) -> inputs`, those that change after each row's token, as the
-        state of an automaton does; also with a parameter `params`.
-      prompt_logprobs: Requests may ask for the log-probabilities of their prompts.
-      detokenize: `list of a request's tokens -> text`, for stop strings.
+      inputs: What a request may say to the program: {name: dtype}, or a `jax.ShapeDtypeStruct` each; with
+        states that change, `kv.engine.Inputs`. A model with a parameter `inputs` is handed those of its rows.
       batch_invariant: The bits of a token's logits depend on its tokens and their positions alone, not on
         other requests of the batch, on hits, preemptions or the budget. See `invariant.py`.
         Attention is XLA's then: kernels are refused.
@@ -130,18 +125,16 @@ class Engine:
         num_drafts: int = 0,
         num_top_logprobs: int = 0,
         process_logits: ProcessLogits | None = None,
-        inputs: Mapping[str, Any] | None = None,
-        advance_inputs: AdvanceInputs | None = None,
-        prompt_logprobs: bool = False,
-        detokenize: Detokenize | None = None,
+        inputs: Inputs | Mapping[str, Any] | None = None,
         batch_invariant: bool = False,
         steps_per_dispatch: int = 32,
         namespace: ArrayLike | None = None,
         placement: Placement | None = None,
     ):
         check_model("Engine", forward, config, params)
-        hooks: dict[str, Any] = {"process_logits": process_logits, "advance_inputs": advance_inputs}
-        require_functions(**hooks, detokenize=detokenize)
+        inputs = inputs if isinstance(inputs, Inputs) else Inputs(inputs or {})
+        hooks: dict[str, Any] = {"process_logits": process_logits, "advance_inputs": inputs.advance}
+        require_functions(**hooks)
         policies.find(policy)
         require_option("schedule", schedule, Schedule)
         require_option("limits", limits, Limits)
@@ -156,13 +149,13 @@ class Engine:
             schedule=schedule,
             most_admissions=most_admissions(config.max_seqs),
             batch_invariant=static_flag("batch_invariant", batch_invariant),
-            prompt_logprobs=static_flag("prompt_logprobs", prompt_logprobs),
+            prompt_logprobs=limits.prompt_logprobs,
         )
         self._options = with_budget(options, config, token_budget)
         check_drafts(self._options, config, **hooks)
         check_batch_invariant(self._options, config)
         self._sizes = dataclasses.replace(
-            table_sizes(limits, config), num_tops=num_top_logprobs, inputs=input_specs(inputs)
+            table_sizes(limits, config), num_tops=num_top_logprobs, inputs=inputs.specs()
         )
         entering = inbox_sizes(self._sizes, config)
         self._steps = size("steps_per_dispatch", steps_per_dispatch)
@@ -175,7 +168,7 @@ class Engine:
         width = outbox_width(self._options.num_top_logprobs)
         num_entries = outbox_len(self._options, config.max_seqs, self._steps, entering.num_slots, _MOST_ENDED)
         self._delivery = Delivery(self._tables, config.max_seqs, width)
-        self._pace, self._detokenize = Pace(self._steps), detokenize
+        self._pace = Pace(self._steps)
         model, outbox = Model(forward, **hooks), (num_entries, width)
         self._device = Device(shards, model, self._options, params, self._sizes, outbox)
         self._device.begin(self._delivery.counters())
@@ -223,7 +216,6 @@ class Engine:
         with uninterrupted(), self._lock:
             wanted = as_list("requests", requests, "GenerationRequests")
             ids = checked_ids(wanted, self._tables, self._sizes, self.config.max_seq_len)
-            self._check_answers(wanted)
             now, num_taken = self.clock(), 0
             for request in wanted:
                 request_id = request.id
@@ -232,7 +224,7 @@ class Engine:
                         self._next_id += 1
                     request_id = self._next_id
                 tables = sorted(self._tables, key=lambda table: table.num_tokens)
-                if not any(table.add(request, request_id, now, self._detokenize) for table in tables):
+                if not any(table.add(request, request_id, now) for table in tables):
                     break
                 self._next_id += request.id is None
                 num_taken += 1
@@ -340,7 +332,8 @@ class Engine:
             _ = self._device.state
             if self.num_unfinished or self._has_new_weights:
                 self._compile()
-            begun_s, pace = time.thread_time(), self._pace.choose(time.monotonic())
+            begun_s, num_rows = time.thread_time(), len(self._tables) * self.config.max_seqs
+            pace = self._pace.choose(time.monotonic(), self.num_unfinished < num_rows)
             length, num_ahead = (Length(max_steps, max_steps), _DISPATCHES_AHEAD) if max_steps else pace
             with uninterrupted(), self._lock:
                 self._end_late()
@@ -400,15 +393,6 @@ class Engine:
         self._weights = one_namespace(namespace)
         for table in self._tables:
             table.set_weights(self._weights)
-
-    def _check_answers(self, requests: list[GenerationRequest]) -> None:
-        """Refuses requests for what the engine does not report."""
-        if not self._options.prompt_logprobs and any(request.prompt_logprobs for request in requests):
-            raise ValueError("a request has prompt_logprobs=True, expected an Engine(prompt_logprobs=True)")
-        if self._detokenize is None and any(request.stop_strings for request in requests):
-            raise ValueError(
-                "a request has stop_strings, expected an Engine(detokenize=), which gives the text"
-            )
 
     def _has_news(self) -> bool:
         return bool(self._delivery.events or self.num_unfinished or self._device.num_in_flight)

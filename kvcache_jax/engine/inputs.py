@@ -3,6 +3,7 @@
 They are columns of the table, declared once, so that a request with other values compiles nothing.
 """
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -13,6 +14,8 @@ import numpy as np
 
 from kvcache_jax.arrays.masked_updates import get_at
 
+AdvanceInputs = Callable[..., Mapping[str, jax.Array]]
+
 
 class InputSpec(NamedTuple):
     """Name, shape and dtype of an input (static)."""
@@ -22,18 +25,37 @@ class InputSpec(NamedTuple):
     dtype: str
 
 
-def input_specs(inputs: Mapping[str, Any] | None) -> tuple[InputSpec, ...]:
-    """Converts what an engine declares, {name: dtype or jax.ShapeDtypeStruct}."""
-    specs = []
-    for name, kind in dict(inputs or {}).items():
-        try:
-            shape, dtype = tuple(getattr(kind, "shape", ())), jnp.dtype(getattr(kind, "dtype", kind))
-        except TypeError:
-            raise TypeError(
-                f"inputs[{name!r}] is {kind!r}, expected a dtype, or jax.ShapeDtypeStruct(shape, dtype)"
-            ) from None
-        specs.append(InputSpec(name, shape, dtype.name))
-    return tuple(specs)
+@dataclasses.dataclass(frozen=True, eq=False)
+class Inputs:
+    """Values that requests of an engine may have, by name, and how they change.
+
+    Attributes:
+      kinds: {name: dtype}, or a `jax.ShapeDtypeStruct` each.
+      advance: `(inputs {name: [n, ...]}, tokens i32[n]) -> inputs`, pure: those that change after each of the
+        requests' tokens, as the state of an automaton does. A parameter `params` is handed the model's.
+
+    Raises:
+      TypeError: no dtype.
+    """
+
+    kinds: Mapping[str, Any]
+    advance: AdvanceInputs | None = None
+
+    def __post_init__(self):
+        self.specs()
+
+    def specs(self) -> tuple[InputSpec, ...]:
+        """Lists the inputs as static values."""
+        specs = []
+        for name, kind in self.kinds.items():
+            try:
+                shape, dtype = tuple(getattr(kind, "shape", ())), jnp.dtype(getattr(kind, "dtype", kind))
+            except TypeError:
+                raise TypeError(
+                    f"inputs[{name!r}] is {kind!r}, expected a dtype, or jax.ShapeDtypeStruct(shape, dtype)"
+                ) from None
+            specs.append(InputSpec(name, shape, dtype.name))
+        return tuple(specs)
 
 
 def empty_inputs(specs: tuple[InputSpec, ...], num_slots: int) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from kvcache_jax.arrays.number_checks import finite_number, static_count
+from kvcache_jax.arrays.number_checks import finite_number, static_count, static_flag
 from kvcache_jax.core.config import CacheConfig, ceil_div
 from kvcache_jax.core.state import Cache
 from kvcache_jax.decoding.arguments import check_num_drafts
@@ -42,6 +42,7 @@ class Limits:
       max_stop_tokens: Stop tokens of one request.
       max_items: Multimodal items of one request.
       num_clients: Clients of the policy "fair".
+      prompt_logprobs: Requests may ask for the log-probabilities of their prompts.
 
     Raises:
       ValueError, TypeError: no size.
@@ -52,8 +53,10 @@ class Limits:
     max_stop_tokens: int = 4
     max_items: int = 0
     num_clients: int = 8
+    prompt_logprobs: bool = False
 
     def __post_init__(self):
+        static_flag("prompt_logprobs", self.prompt_logprobs)
         _set_sizes(self, max_requests=1, max_tokens=1, max_stop_tokens=0, max_items=0, num_clients=1)
 
 
@@ -175,6 +178,7 @@ def table_sizes(limits: Limits, config: CacheConfig) -> TableSizes:
         num_stops=max(limits.max_stop_tokens, 1),
         num_clients=limits.num_clients,
         num_items=limits.max_items,
+        prompt_logprobs=limits.prompt_logprobs,
     )
 
 

@@ -34,18 +34,20 @@ class Pace:
         self._late_s = self._late_host_s = 0.0  # in the last second or so
         self._noted_at = self._news_at = -math.inf
 
-    def choose(self, now: float) -> tuple[Length, int]:
+    def choose(self, now: float, has_free_row: bool) -> tuple[Length, int]:
         """Chooses the length of the next dispatch, and how many are under way with it.
 
-        While requests come and go it is one, and else two, for which the device never waits. These are half
-        as long, so that a request that comes then waits for as many steps.
+        It is one while requests come and go and a row is free, so that the next one to come waits for no
+        other. Else it is two, and the device never waits for the host; with a free row they are half as long,
+        so that a request that comes then waits for as many steps.
         """
-        num_ahead = 1 if now - self._news_at < _LATELY_S else 2
+        num_ahead = 1 if has_free_row and now - self._news_at < _LATELY_S else 2
         if not self._step_s:
             return Length(1, 1), num_ahead
-        most = math.ceil(self._host_s / (_SHARE * self._step_s * num_ahead))
+        share = num_ahead if has_free_row else 1
+        most = math.ceil(self._host_s / (_SHARE * self._step_s * share))
         most = min(max(most, 1), self._most_steps)
-        is_cheap = self._late_host_s < _MOST_SHARE * num_ahead * self._late_s
+        is_cheap = self._late_host_s < _MOST_SHARE * share * self._late_s
         return Length(1 if is_cheap else most, most), num_ahead
 
     def note_news(self, now: float) -> None:

@@ -25,6 +25,7 @@ from kvcache_jax.core.token_arguments import host_tokens
 from kvcache_jax.decoding.options import GREEDY, SamplingParams, require_option
 from kvcache_jax.decoding.sampling import SamplingColumns
 from kvcache_jax.engine.inputs import InputSpec, empty_inputs
+from kvcache_jax.engine.stop_text import StopStrings
 
 
 @pytree_dataclass()
@@ -72,6 +73,7 @@ class TableSizes:
     num_items: int  # multimodal items of one request
     num_tops: int = 0  # most probable tokens that are reported
     inputs: tuple[InputSpec, ...] = ()
+    prompt_logprobs: bool = False  # whether requests may ask for them
 
 
 def empty_requests(sizes: TableSizes) -> RequestArrays:
@@ -130,7 +132,8 @@ class GenerationRequest:
       num_top_logprobs: Most probable tokens reported with each token. Default: as many as the engine has.
       prompt_logprobs: Reports the log-probabilities of the prompt's tokens, which the cache then does not
         serve. Of several samples the first one's events have them.
-      stop_strings: Texts that end it, given `Engine(detokenize=)`: its tokens and its text end before.
+      stop_strings: Texts that end it, `kv.engine.StopStrings(texts, detokenize)`: its tokens and its text end
+        before.
 
     Example:
       >>> import kvcache_jax as kv
@@ -153,7 +156,7 @@ class GenerationRequest:
     inputs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     num_top_logprobs: int | None = None
     prompt_logprobs: bool = False
-    stop_strings: Sequence[str] = ()
+    stop_strings: StopStrings | None = None
 
     def __post_init__(self):
         prompt = host_tokens("prompt", self.prompt)
@@ -180,8 +183,8 @@ class GenerationRequest:
             "items": items,
             "inputs": {name: np.asarray(value) for name, value in dict(self.inputs).items()},
             "prompt_logprobs": static_flag("prompt_logprobs", self.prompt_logprobs),
-            "stop_strings": _checked_stop_strings(self.stop_strings),
         }
+        require_option("stop_strings", self.stop_strings, StopStrings, or_none=True)
         if self.num_top_logprobs is not None:
             checked["num_top_logprobs"] = static_count("num_top_logprobs", self.num_top_logprobs, least=0)
         if self.deadline is not None:
@@ -193,12 +196,6 @@ class GenerationRequest:
     def num_tokens(self) -> int:
         """Tokens of the prompt and of its longest continuation."""
         return len(self.prompt) + self.max_new_tokens
-
-
-def _checked_stop_strings(stops: Any) -> tuple[str, ...]:
-    if isinstance(stops, str) or not all(isinstance(stop, str) and stop for stop in stops):
-        raise ValueError(f"stop_strings is {stops!r}, expected a list of strings that are not empty")
-    return tuple(stops)
 
 
 def _checked_items(items: Any, prompt_len: int) -> tuple[tuple[int, int], ...]:

@@ -1,7 +1,7 @@
 """One step of the engine: requests end and start, rows get blocks, the model is called, tokens are drawn."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from kvcache_jax.decoding.prefill import padded_step
 from kvcache_jax.decoding.sampling import are_numbers
 from kvcache_jax.engine.admit import fork_samples, preempt
 from kvcache_jax.engine.draw import draw, next_tokens, note_prompts, write_down
-from kvcache_jax.engine.inputs import asks_for, inputs_of
+from kvcache_jax.engine.inputs import AdvanceInputs, asks_for, inputs_of
 from kvcache_jax.engine.options import Options
 from kvcache_jax.engine.schedule import PromptPieces, is_unusual, schedule
 from kvcache_jax.engine.state import EngineState, Phase, count
@@ -28,11 +28,6 @@ ProcessLogits = Callable[..., jax.Array]
 """`(logits f32[max_seqs, vocab], state) -> logits`, pure; row i belongs to request `state.row_request[i]`.
 
 A parameter `inputs` is handed each row's, `params` the model's.
-"""
-AdvanceInputs = Callable[..., Mapping[str, jax.Array]]
-"""`(inputs {name: [n, ...]}, tokens i32[n]) -> inputs`, pure: those that change after each row's token.
-
-A parameter `params` is handed the model's.
 """
 
 

@@ -1,18 +1,41 @@
 """Stop strings: texts that end a request, wherever they begin within its tokens."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-Detokenize = Callable[[list[int]], str]
-"""The text of a request's generated tokens, the first ones of which have the first part of it.
-
-Bytes of a character that is not complete are U+FFFD, or nothing.
-"""
 _INCOMPLETE = "\ufffd"
 
 
+@dataclasses.dataclass(frozen=True)
+class StopStrings:
+    """Texts that end a request.
+
+    Attributes:
+      texts: Not empty.
+      detokenize: `list of a request's generated tokens -> text`. The first tokens have the first part of the
+        text; bytes of a character that is not complete are U+FFFD, or nothing.
+
+    Raises:
+      ValueError, TypeError: no texts, no function.
+    """
+
+    texts: Sequence[str]
+    detokenize: Callable[[list[int]], str]
+
+    def __post_init__(self):
+        if not callable(self.detokenize):
+            raise TypeError(f"detokenize is {self.detokenize!r}, expected a function: tokens -> text")
+        if isinstance(self.texts, str) or not self.texts or not all(map(_is_text, self.texts)):
+            raise ValueError(f"texts is {self.texts!r}, expected a list of strings that are not empty")
+
+
+def _is_text(text: object) -> bool:
+    return isinstance(text, str) and text != ""
+
+
 class Said(NamedTuple):
-    """Columns of the next tokens that a consumer is told, the text that comes next, and whether that is all."""
+    """Columns of the next tokens that a consumer is told, the text that comes next, and if that is all."""
 
     columns: list[list]
     text: str
@@ -22,8 +45,8 @@ class Said(NamedTuple):
 class StopText:
     """Follows the text of one request's tokens, and holds back what may belong to a stop string."""
 
-    def __init__(self, stops: Sequence[str], detokenize: Detokenize):
-        self._stops, self._detokenize = tuple(stops), detokenize
+    def __init__(self, stops: StopStrings):
+        self._stops, self._detokenize = stops.texts, stops.detokenize
         self._tokens: list[int] = []
         self._held: list[list] = [[], [], []]
         self._text_len = 0

@@ -23,7 +23,7 @@ from kvcache_jax.engine.requests import (
     sample_seed,
 )
 from kvcache_jax.engine.state import Finish
-from kvcache_jax.engine.stop_text import Detokenize, StopText
+from kvcache_jax.engine.stop_text import StopText
 from kvcache_jax.prefix.names import namespace_within
 
 _MOST_SAMPLES = 2**31 - 2
@@ -138,13 +138,7 @@ class RequestTable:
         """Finds the samples of a request that have not ended."""
         return list(self._by_id.get(request_id, ()))
 
-    def add(
-        self,
-        request: GenerationRequest,
-        request_id: Hashable,
-        now: float,
-        detokenize: Detokenize | None = None,
-    ) -> bool:
+    def add(self, request: GenerationRequest, request_id: Hashable, now: float) -> bool:
         """Takes slots and runs for all samples of a request; False, and nothing taken, without room."""
         # No token is stored of a request that the device will refuse.
         is_long = request.num_tokens - 1 > self._max_seq_len
@@ -167,8 +161,8 @@ class RequestTable:
             run = start, run_len
             sample = Sample(request, request_id, sample_id, uid, slot, run, first, ends_at, pushed_at=now)
             first = first or sample
-            if request.stop_strings and detokenize is not None:
-                sample.text = StopText(request.stop_strings, detokenize)
+            if request.stop_strings is not None:
+                sample.text = StopText(request.stop_strings)
             self._by_slot[slot] = sample
             self._namespaces[slot] = namespace_within(self._weights, one_namespace(sample.request.namespace))
             self._by_id.setdefault(request_id, []).append(sample)
@@ -367,6 +361,11 @@ def check_fits(request: GenerationRequest, sizes: TableSizes, max_seq_len: int) 
         raise ValueError(
             f"a request has num_top_logprobs = {request.num_top_logprobs}, expected at most "
             f"{sizes.num_tops}: make the Engine with a larger one"
+        )
+    if request.prompt_logprobs and not sizes.prompt_logprobs:
+        raise ValueError(
+            "a request has prompt_logprobs=True, expected an Engine made for them: limits=kv.engine.Limits("
+            "prompt_logprobs=True)"
         )
     check_inputs(request.inputs, sizes.inputs)
     # No token is stored of a request that the device will refuse.

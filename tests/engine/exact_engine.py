@@ -3,6 +3,7 @@
 from typing import Any
 
 import kvcache_jax as kv
+from kvcache_jax.engine.pace import Length, Pace
 from tests.engine.exact_model import config, decode_alone, forward, make_params
 
 LIMITS = kv.engine.Limits(max_requests=7, max_tokens=7 * 49)
@@ -25,3 +26,15 @@ def expect(said, requests, **options):
             tokens, _, reason = decode_alone(request, sample_id=i, **options)
             found, _, why = said[request.id, i]
             assert (found, why) == (tokens, reason), (request, i)
+
+
+class RandomPace(Pace):
+    """Dispatches of any lengths, ended early by any news, one or two of them under way."""
+
+    def __init__(self, most_steps, rng):
+        super().__init__(most_steps)
+        self.most_steps, self.rng = most_steps, rng
+
+    def choose(self, now, has_free_row):
+        most = int(self.rng.integers(1, self.most_steps + 1))
+        return Length(int(self.rng.integers(1, most + 1)), most), int(self.rng.integers(1, 3))

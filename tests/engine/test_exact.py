@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 import kvcache_jax as kv
-from kvcache_jax.engine.pace import Length, Pace
-from tests.engine.exact_engine import LIMITS
+from tests.engine.exact_engine import LIMITS, RandomPace
 from tests.engine.exact_model import collect, config, decode_alone, forward, make_params, random_request
 
 # A pool that one long request fills, so that rows are preempted and come back; short and long pieces, blocks
@@ -42,18 +41,6 @@ def make_engine(name):
         config(**sizes),
         **shared | options,
     )
-
-
-class RandomPace(Pace):
-    """Dispatches of any lengths, ended early by any news, one or two of them under way."""
-
-    def __init__(self, most_steps, rng):
-        super().__init__(most_steps)
-        self.most_steps, self.rng = most_steps, rng
-
-    def choose(self, now):
-        most = int(self.rng.integers(1, self.most_steps + 1))
-        return Length(int(self.rng.integers(1, most + 1)), most), int(self.rng.integers(1, 3))
 
 
 def check_mixes(engine, seeds, num_requests=9):

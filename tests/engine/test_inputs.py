@@ -1,5 +1,6 @@
 """What a request says to the program: inputs by row, states that advance, log-probabilities, stop strings."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import kvcache_jax as kv
 from kvcache_jax.decoding.sampling import SamplingColumns, sample, sampling_columns
 from kvcache_jax.engine.requests import sample_seed
-from tests.engine.exact_engine import SIZES, ask, expect
+from tests.engine.exact_engine import LIMITS, SIZES, RandomPace, ask, expect
 from tests.engine.exact_model import (
     VOCAB,
     _next_token,
@@ -22,7 +23,6 @@ from tests.engine.exact_model import (
     make_params,
     random_request,
 )
-from tests.engine.test_exact import RandomPace
 
 TABLE = np.random.default_rng(0).integers(0, 5, (5, VOCAB))
 """The next state of an automaton of 5 states; a state bans the tokens that are equal to it, modulo 5."""
@@ -55,16 +55,15 @@ def make_engine(**options):
         "bias": jax.ShapeDtypeStruct((VOCAB,), jnp.float32),
     }
     params = {**make_params(), "table": jnp.array(TABLE, jnp.int32)}
-    hooks: dict[str, Any] = dict(process_logits=process, advance_inputs=advance, prompt_logprobs=True)
-    sizes: dict[str, Any] = SIZES | dict(token_budget=20) | options
+    limits = dataclasses.replace(LIMITS, prompt_logprobs=True)
+    sizes: dict[str, Any] = SIZES | dict(token_budget=20, limits=limits) | options
     return kv.Engine(
         shifted,
         params,
         config(num_blocks=11),
-        inputs=inputs,
+        process_logits=process,
+        inputs=kv.engine.Inputs(inputs, advance),
         num_top_logprobs=3,
-        detokenize=text_of,
-        **hooks,
         **sizes,
     )
 
@@ -217,7 +216,7 @@ def test_stop_strings_end_a_request_before_them():
             text = text_of(tokens)
             place = int(rng.integers(0, max(len(text) - 3, 1)))
             stops = [text[place : place + int(rng.integers(1, 4))] or "a", "never said"]
-            requests.append(ask(prompt, max_new, i, stop_strings=stops))
+            requests.append(ask(prompt, max_new, i, stop_strings=kv.engine.StopStrings(stops, text_of)))
             ends = [text.find(stop) for stop in stops if stop in text]
             if ends:
                 num_stopped += 1
@@ -256,19 +255,28 @@ def test_stop_strings_end_a_request_before_them():
             r"has the input 'lora', expected one of \['automaton', 'bans', 'bias'",
         ),
         (lambda: push(num_top_logprobs=4), "num_top_logprobs = 4, expected at most 3: make the Engine with"),
-        (lambda: ask([1], 1, stop_strings="ab"), "stop_strings is 'ab', expected a list of strings"),
-        (lambda: ask([1], 1, stop_strings=[""]), r"stop_strings is \[''\], expected a list of strings"),
+        (lambda: kv.engine.StopStrings("ab", text_of), "texts is 'ab', expected a list of strings"),
+        (lambda: kv.engine.StopStrings([""], text_of), r"texts is \[''\], expected a list of strings"),
+        (
+            lambda: kv.engine.StopStrings(["a"], None),  # type: ignore
+            "detokenize is None, expected a function",
+        ),
+        (
+            lambda: ask([1], 1, stop_strings=["a"]),
+            r"stop_strings is \['a'\], expected kv.engine.StopStrings\(",
+        ),
         (
             lambda: plain(prompt_logprobs=True),
-            r"prompt_logprobs=True, expected an Engine\(prompt_logprobs=True",
+            r"prompt_logprobs=True, expected an Engine made for them",
         ),
-        (lambda: plain(stop_strings=["a"]), r"has stop_strings, expected an Engine\(detokenize=\)"),
         (
             lambda: kv.Engine(forward, make_params(), config(), inputs={"a": "no dtype"}),
             r"inputs\['a'\] is 'no",
         ),
         (
-            lambda: kv.Engine(forward, make_params(), config(), num_drafts=1, advance_inputs=advance),
+            lambda: kv.Engine(
+                forward, make_params(), config(), num_drafts=1, inputs=kv.engine.Inputs({}, advance)
+            ),
             "got num_drafts = 1 and advance_inputs, expected one of them",
         ),
     ],

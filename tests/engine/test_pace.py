@@ -13,7 +13,7 @@ from tests.support.helpers import compiled_programs
 class FixedPace(Pace):
     """Dispatches that news end after one step."""
 
-    def choose(self, now):
+    def choose(self, now, has_free_row):
         return Length(1, 8), 1
 
 
@@ -21,7 +21,7 @@ def run(pace, num, host_s, step_s, now=0.0, has_news=False):
     """Dispatches one after the other, and returns the steps of each and the host's share of their time."""
     steps, begun = [], now
     for _ in range(num):
-        (least, most), num_ahead = pace.choose(now)
+        (least, most), num_ahead = pace.choose(now, True)
         num_steps = least if has_news else most
         now += num_steps * step_s + host_s * (num_ahead == 1)
         if has_news:
@@ -49,7 +49,10 @@ def test_dispatches_are_as_short_as_the_hosts_share_allows(host_s, step_s, has_n
     assert now - 0.0 > 1.0 or step_s < 1e-3
     if now > 1.5:
         assert steps[-1] == pytest.approx(max(wanted / 2, 1), abs=1)
-        assert pace.choose(now)[1] == 2
+        assert pace.choose(now, True)[1] == 2
+    pace.note_news(now)
+    assert (pace.choose(now, True)[1], pace.choose(now, False)[1]) == (1, 2)
+    assert pace.choose(now, False)[0].most == pytest.approx(wanted, abs=1)
 
 
 def test_a_dispatch_ends_with_a_first_token_or_an_end():
