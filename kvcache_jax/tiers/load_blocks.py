@@ -20,6 +20,7 @@ from kvcache_jax.prefix import eviction
 from kvcache_jax.tiers.block_store import BlockStore, Data
 from kvcache_jax.tiers.catalogue import Questions, StoreReport, read_entries, read_namespaces
 from kvcache_jax.tiers.host import Host
+from kvcache_jax.tiers.host_operations import prefetch
 from kvcache_jax.tiers.hosted import capacity, tier_of
 from kvcache_jax.tiers.published import Entry, Published, published_blocks, read_blocks
 from kvcache_jax.tiers.save_blocks import (
@@ -82,11 +83,11 @@ def load(
     else:
         names = read_namespaces(questions, weights, config_digest(cache.config))
     scopes = scopes_of(cache, weights, names)
-    cache = cache.config.keeper.settle(cache)
+    texts = [token_arguments.host_tokens("prompts", prompt).tolist() for prompt in prompts or ()]
+    cache = _on_device(cache, texts, names)
     held = list(published_blocks(read_blocks(cache), cache.config.indexed_group, scopes, 0))
     loading = _Loading(cache, questions, held)
     if prompts is not None:
-        texts = [token_arguments.host_tokens("prompts", prompt).tolist() for prompt in prompts]
         keys = {entry.key for block in held for entry in block.entries}
         num_slots = slots_of(cache)
         found = [
@@ -101,6 +102,19 @@ def load(
     for start in range(0, len(plan), loading.size):
         loading.publish(plan[start : start + loading.size])
     return loading.cache, questions.report(num_loaded=loading.num_loaded)
+
+
+def _on_device(cache: Cache, texts: Sequence[Sequence[int]], names: Sequence[str]) -> Cache:
+    """Promotes what the host has of prompts, so that blocks which continue it can be published."""
+    cache = cache.config.keeper.settle(cache)
+    if isinstance(cache.config.keeper, Host):
+        width = cache.config.max_seq_len
+        for text in texts:
+            tokens = np.zeros((1, width), np.int32)
+            tokens[0, : len(text)] = text[:width]
+            words = np.frombuffer(bytes.fromhex(names[0]), "<u4").astype(np.uint32)
+            cache, _ = prefetch(cache, tokens, [min(len(text), width)], words)
+    return cache.config.keeper.settle(cache)
 
 
 class _Planned(NamedTuple):
