@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -101,6 +101,7 @@ def load(
     plan = loading.plan(entries, may_evict=prompts is not None)
     for start in range(0, len(plan), loading.size):
         loading.publish(plan[start : start + loading.size])
+    loading.count()
     return loading.cache, questions.report(num_loaded=loading.num_loaded)
 
 
@@ -135,6 +136,7 @@ class _Loading:
         self._names = {block.entries[0].key: block.names[0] for block in held}  # of blocks that are there
         self._specs = [array_specs(config, g) for g in range(len(config.groups))]
         self._forms = jax.eval_shape(export_blocks, cache, jax.ShapeDtypeStruct((self.size,), jnp.int32))
+        self._pending: tuple[list[tuple[str, int]], Any] = [], np.zeros(0, np.int32)
         self._text = "", np.zeros(0, np.int32)  # the last one that was put together, by its key
 
     def plan(self, entries: Mapping[str, tuple[Entry, Scope]], may_evict: bool) -> list[_Planned]:
@@ -216,13 +218,21 @@ class _Loading:
         needs = {g: np.int32(held.sum()) for g, held in enumerate(contents.whole().is_held)}
         control = _make_room(self.cache.control, needs, config=self.cache.config)
         self.cache = dataclasses.replace(self.cache, control=control)
+        self.count()
+        # The device publishes this batch while the next one is read.
         self.cache, status = _import(self.cache, contents.whole())
+        self._pending = counts, status
+
+    def count(self) -> None:
+        """Counts what became of the last batch."""
+        counts, status = self._pending
         for (key, num_blocks), code in zip(counts, np.asarray(status).tolist(), strict=False):
             if code == Status.OK:
                 self.num_loaded += num_blocks
             else:
                 self._questions.drop(Status(code).name, num_blocks)
                 del self._names[key]
+        self._pending = [], np.zeros(0, np.int32)
 
     def _path(
         self, entry: Entry, entries: Mapping[str, tuple[Entry, Scope]], known: Mapping[str, object]
