@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from kvcache_jax.prefix import eviction
 from kvcache_jax.tiers.block_store import BlockStore, Data
 from kvcache_jax.tiers.catalogue import Questions, StoreReport, read_entries, read_namespaces
 from kvcache_jax.tiers.host import Host
+from kvcache_jax.tiers.host_operations import prefetch
 from kvcache_jax.tiers.hosted import capacity, tier_of
 from kvcache_jax.tiers.published import Entry, Published, published_blocks, read_blocks
 from kvcache_jax.tiers.save_blocks import (
@@ -82,11 +83,11 @@ def load(
     else:
         names = read_namespaces(questions, weights, config_digest(cache.config))
     scopes = scopes_of(cache, weights, names)
-    cache = cache.config.keeper.settle(cache)
+    texts = [token_arguments.host_tokens("prompts", prompt).tolist() for prompt in prompts or ()]
+    cache = _on_device(cache, texts, names)
     held = list(published_blocks(read_blocks(cache), cache.config.indexed_group, scopes, 0))
     loading = _Loading(cache, questions, held)
     if prompts is not None:
-        texts = [token_arguments.host_tokens("prompts", prompt).tolist() for prompt in prompts]
         keys = {entry.key for block in held for entry in block.entries}
         num_slots = slots_of(cache)
         found = [
@@ -100,7 +101,21 @@ def load(
     plan = loading.plan(entries, may_evict=prompts is not None)
     for start in range(0, len(plan), loading.size):
         loading.publish(plan[start : start + loading.size])
+    loading.count()
     return loading.cache, questions.report(num_loaded=loading.num_loaded)
+
+
+def _on_device(cache: Cache, texts: Sequence[Sequence[int]], names: Sequence[str]) -> Cache:
+    """Promotes what the host has of prompts, so that blocks which continue it can be published."""
+    cache = cache.config.keeper.settle(cache)
+    if isinstance(cache.config.keeper, Host):
+        width = cache.config.max_seq_len
+        for text in texts:
+            tokens = np.zeros((1, width), np.int32)
+            tokens[0, : len(text)] = text[:width]
+            words = np.frombuffer(bytes.fromhex(names[0]), "<u4").astype(np.uint32)
+            cache, _ = prefetch(cache, tokens, [min(len(text), width)], words)
+    return cache.config.keeper.settle(cache)
 
 
 class _Planned(NamedTuple):
@@ -121,6 +136,7 @@ class _Loading:
         self._names = {block.entries[0].key: block.names[0] for block in held}  # of blocks that are there
         self._specs = [array_specs(config, g) for g in range(len(config.groups))]
         self._forms = jax.eval_shape(export_blocks, cache, jax.ShapeDtypeStruct((self.size,), jnp.int32))
+        self._pending: tuple[list[tuple[str, int]], Any] = [], np.zeros(0, np.int32)
         self._text = "", np.zeros(0, np.int32)  # the last one that was put together, by its key
 
     def plan(self, entries: Mapping[str, tuple[Entry, Scope]], may_evict: bool) -> list[_Planned]:
@@ -202,13 +218,21 @@ class _Loading:
         needs = {g: np.int32(held.sum()) for g, held in enumerate(contents.whole().is_held)}
         control = _make_room(self.cache.control, needs, config=self.cache.config)
         self.cache = dataclasses.replace(self.cache, control=control)
+        self.count()
+        # The device publishes this batch while the next one is read.
         self.cache, status = _import(self.cache, contents.whole())
+        self._pending = counts, status
+
+    def count(self) -> None:
+        """Counts what became of the last batch."""
+        counts, status = self._pending
         for (key, num_blocks), code in zip(counts, np.asarray(status).tolist(), strict=False):
             if code == Status.OK:
                 self.num_loaded += num_blocks
             else:
                 self._questions.drop(Status(code).name, num_blocks)
                 del self._names[key]
+        self._pending = [], np.zeros(0, np.int32)
 
     def _path(
         self, entry: Entry, entries: Mapping[str, tuple[Entry, Scope]], known: Mapping[str, object]

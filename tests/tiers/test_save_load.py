@@ -412,6 +412,12 @@ def test_host_memory_is_saved_and_filled():
     assert [cold.start(0, cold.new_text(*text)) or cold.free(0) for text in texts[:1]] == [16]
     cold.free(0)
     assert [cold.lookup(cold.new_text(*text)) for text in texts] == [16] * 4
+    # A store goes on where the host ends.
+    other = saved_user((1, 9), config=hosted)
+    other.cache, _ = kv.tiers.demote_to_utilization(other.cache, 0.0)
+    prompt = other.new_text(1, 17)
+    other.cache, report = kv.tiers.load(store, other.cache, weights=W, prompts=[prompt])
+    assert report.num_loaded == 2 and not report.reasons and other.lookup(prompt) == 16
     # A cache without a host takes what it has room for.
     plain, report = restarted(store)
     assert report.num_loaded == 16 and plain.lookup(plain.new_text(1, 17)) == 16
