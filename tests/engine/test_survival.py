@@ -74,7 +74,7 @@ def test_an_error_of_a_callback_names_itself_and_ends_no_request():
     expect(said, [*requests, ask([9], 3, "late")])
     assert said["cancelled", 0][2] == "cancelled"
     after = engine.figures().counts
-    assert all(after[counter] >= before[counter] for counter in before)
+    assert all(0 <= after[counter] - before[counter] < 1000 for counter in before)
     check_idle(engine)
 
 
