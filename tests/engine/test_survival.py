@@ -74,7 +74,7 @@ def test_an_error_of_a_callback_names_itself_and_ends_no_request():
     expect(said, [*requests, ask([9], 3, "late")])
     assert said["cancelled", 0][2] == "cancelled"
     after = engine.figures().counts
-    assert all(after[counter] >= before[counter] for counter in before)
+    assert all(0 <= after[counter] - before[counter] < 1000 for counter in before)
     check_idle(engine)
 
 
@@ -135,8 +135,9 @@ def test_a_state_that_a_failed_dispatch_donated_is_lost_by_name(monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(Shards, "run", fail)
-        with pytest.raises(kv.engine.EngineFailed) as failed:
+        with pytest.raises(RuntimeError) as failed:
             engine.drain(max_steps=3)
+    assert isinstance(failed.value, kv.engine.EngineFailed)
     assert "the link is down" in str(failed.value.__cause__)
     engine.reset()
     note(said, engine)
@@ -159,6 +160,8 @@ def test_interrupts_at_any_moment_of_a_drain_lose_no_token():
                 signal.setitimer(signal.ITIMER_REAL, 0)
             except KeyboardInterrupt:
                 num_caught += 1
+            except kv.engine.EngineFailed:
+                raise AssertionError("an interrupt lost the state") from None
             note(said, engine.take_events())
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
