@@ -64,7 +64,7 @@ def draw(report: dict[str, Any], *panels: Any) -> None:
             hits.plot(sizes, rates, marker="o", markersize=3, label=label)
         hits.set(xscale="log", xlabel="blocks on the device", title="hit rate of blocks, %", ylim=(0, None))
         log_axes.label(hits.xaxis)
-        hits.legend(frameon=False, fontsize=8)
+        hits.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(0.02, 0.62))
     times = report.get("first_token", {})
     bars.barh([*times], [time["median_us"] / 1e3 for time in times.values()], color="C0")
     bars.invert_yaxis()

@@ -124,11 +124,12 @@ def config_digest(config: CacheConfig) -> str:
             return {name: without_sizes(each) for name, each in value.items() if name != "num_blocks"}
         return value
 
+    layers = [without_sizes(kind_to_json(kind)) for kind in config.layers]
     groups = [
-        [without_sizes(kind_to_json(group.kind)), group.layer_ids, group.block_size, array_specs(config, g)]
-        for g, group in enumerate(config.groups)
+        [group.layer_ids, group.block_size, array_specs(config, g)] for g, group in enumerate(config.groups)
     ]
-    return key_of("config", {"groups": groups, "indexed": config.indexed_group})
+    words = {"layers": layers, "dtype": config.dtype.name, "groups": groups, "indexed": config.indexed_group}
+    return key_of("config", words)
 
 
 def array_specs(config: CacheConfig, group_id: int) -> list[list[Any]]:

@@ -8,7 +8,7 @@ import pytest
 
 import kvcache_jax as kv
 from kvcache_jax.tiers.stored_block import config_digest, pack, unpack
-from tests.support.helpers import assert_invariants
+from tests.support.helpers import assert_invariants, leaf_bytes
 from tests.support.prefix_user import CONFIG, TENANT_A, TENANT_B, PrefixUser
 from tests.tiers.store_writers import RecordingStore, kill_writers
 
@@ -421,6 +421,35 @@ def test_host_memory_is_saved_and_filled():
     # A cache without a host takes what it has room for.
     plain, report = restarted(store)
     assert report.num_loaded == 16 and plain.lookup(plain.new_text(1, 17)) == 16
+
+
+KINDS = {
+    "int8": kv.Quantised(kv.FullAttention(2, 8), "int8"),
+    "int4": kv.Quantised(kv.FullAttention(2, 8), "int4", rotate=True),
+    "fp8": kv.Quantised(kv.FullAttention(2, 8), "fp8"),
+    "bfloat16": kv.FullAttention(1, 5, dtype="bfloat16"),
+    "latent": kv.LatentAttention(8, 4),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS)
+def test_arrays_of_every_kind_come_back_bit_for_bit(name):
+    """Pools of random bits, whatever they mean."""
+    config = dataclasses.replace(CONFIG, layers=[KINDS[name]] * 2)
+    cache, tokens, rng = kv.init(config), np.arange(17)[None], np.random.default_rng(0)
+    cache, _ = kv.allocate(cache, [0], [17], tokens=tokens)
+    cache, step = kv.extend(cache, [17], max_new=17, seq_ids=[0], tokens=tokens)
+    assert int(step.status[0]) == 0
+    random = jax.tree.map(lambda x: np.frombuffer(rng.bytes(x.nbytes), x.dtype).reshape(x.shape), cache.pools)
+    cache = dataclasses.replace(cache, pools=jax.device_put(random))
+    cache, _ = kv.free(kv.commit(cache)[0], [0])
+    store = kv.tiers.MemoryStore()
+    assert kv.tiers.save(cache, store, weights=W).num_saved == 4
+    loaded, report = kv.tiers.load(store, kv.init(config), weights=W)
+    assert report.num_loaded == 4 and not report.reasons
+    contents = [kv.tiers.export_blocks(c, kv.tiers.eviction_candidates(c, 4)) for c in (cache, loaded)]
+    assert leaf_bytes(contents[0]) == leaf_bytes(contents[1])
 
 
 def test_arguments_that_are_refused():
