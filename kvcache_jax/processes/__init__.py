@@ -5,7 +5,6 @@ from kvcache_jax.processes.index_events import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
-    IndexEvent,
     IndexFollower,
 )
 
@@ -14,6 +13,5 @@ __all__ = [
     "BlockRemoved",
     "BlockStored",
     "EventPublisher",
-    "IndexEvent",
     "IndexFollower",
 ]

@@ -2,7 +2,6 @@
 
 import collections
 import contextlib
-import importlib
 import queue
 import struct
 import threading
@@ -60,7 +59,14 @@ class EventPublisher:
           ImportError: the extra `events` is not installed.
           OSError: an address that is in use, or none.
         """
-        self._zmq, self._encode = _import("zmq"), _import("msgspec").msgpack.encode
+        try:
+            import msgspec
+            import zmq
+        except ImportError as error:
+            raise ImportError(
+                f"EventPublisher needs {error.name}, of the extra `events`: pip install 'kvcache_jax[events]'"
+            ) from error
+        self._zmq, self._encode = zmq, msgspec.msgpack.encode
         self._topic, self._rank = topic.encode(), rank
         self._waiting: queue.Queue[bytes] = queue.Queue(max_batches)
         self._sent: collections.deque[tuple[int, bytes]] = collections.deque(maxlen=max_batches)
@@ -154,12 +160,3 @@ def _fields_of(event: IndexEvent) -> list[Any]:
 
 def _bytes_of(number: int) -> bytes:
     return struct.pack(">q", number)
-
-
-def _import(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ImportError(
-            f"EventPublisher needs {name}, of the extra `events`: pip install 'kvcache_jax[events]'"
-        ) from error

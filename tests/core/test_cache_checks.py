@@ -69,6 +69,7 @@ ON_HOST = {
     "check_tokens": lambda cache: testing.check_tokens(cache, {}),
     "draw_block_map": kv.inspect.draw_block_map,
     "explain": lambda cache: kv.inspect.explain(cache, [1, 2]),
+    "save": lambda cache: kv.tiers.save(cache, kv.tiers.MemoryStore(), weights="w"),
 }
 # Those of other caches: a config, and a call.
 SIZES = dict(num_blocks=8, block_size=4, max_seqs=3, max_seq_len=20)

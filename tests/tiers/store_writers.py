@@ -9,7 +9,7 @@ import time
 import kvcache_jax as kv
 from tests.support.sources import ROOT
 
-# A program that needs no jax: it writes pairs of a key and a value, from a file, over and over.
+# A program that needs no jax: for each line that it reads it writes a pair of a key and a value from a file.
 WRITER = """
 import importlib.util, sys, types
 for name in ("kvcache_jax", "kvcache_jax.tiers"):
@@ -22,6 +22,7 @@ store = module.DirectoryStore(sys.argv[2])
 lines = [line.split() for line in open(sys.argv[3])]
 print("up", flush=True)
 for key, value in lines:
+    sys.stdin.readline()
     store.put([(key, bytes.fromhex(value))])
     print(1, flush=True)
 """
@@ -48,14 +49,20 @@ def kill_writers(folder, items, times, check):
         path = folder / f"store {nth}"
         writer = subprocess.Popen(
             [sys.executable, "-S", "-c", WRITER, str(room), str(path), str(file)],
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
-        assert writer.stdout is not None and writer.stdout.readline() == "up\n"
-        said = [writer.stdout.readline() for _ in range(rng.randrange(len(items)))]
+        assert writer.stdin is not None and writer.stdout is not None
+        assert writer.stdout.readline() == "up\n"
+        num = rng.randrange(len(items))
+        writer.stdin.write("\n" * (num + 1))  # it is killed in the last of these writes, before or after it
+        writer.stdin.flush()
+        said = [writer.stdout.readline() for _ in range(num)]
         time.sleep(rng.uniform(0, 0.001))
         writer.send_signal(signal.SIGKILL)
         said += [line for line in writer.stdout.read().split("\n")[:-1] if line.isdigit()]
+        writer.stdin.close()
         writer.stdout.close()
         writer.wait()
         store = kv.tiers.DirectoryStore(path)
