@@ -127,7 +127,7 @@ def test_a_client_who_floods_does_not_slow_another():
         # The second always has a few that wait, the first as many as there is room for.
         waiting_fair = waiting_fair[engine.push(waiting_fair[: max(6 - _num_of(engine, 1), 0)]) :]
         waiting_flood = waiting_flood[engine.push(waiting_flood[: max(40 - _num_of(engine, 0), 0)]) :]
-        engine.drain()
+        engine.drain(max_steps=4)
         for event in engine.take_events():
             request = prompts[event.id]
             if event.id not in started:
@@ -196,7 +196,7 @@ def test_many_rows_are_full_within_some_dozens_of_steps():
     engine = kv.Engine(look_up, {}, sizes, steps_per_dispatch=16)
     assert engine.push(ask([1, 2, 3], 120) for _ in range(num_rows)) == num_rows
     for _ in range(7):
-        engine.drain()
+        engine.drain(max_steps=16)
     assert engine.figures().running == num_rows
     tokens = {}
     for event in engine:

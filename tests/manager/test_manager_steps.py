@@ -106,6 +106,7 @@ def test_a_row_that_a_step_function_started_is_nobodys():
 CALLS = {
     "allocate_request": ("b", [1]),
     "append_tokens": ("a", [1]),
+    "find_stored": ([1],),
     "commit_tokens": ("a",),
     "fork_request": ("a", "b"),
     "truncate_request": ("a", 1),
