@@ -107,7 +107,7 @@ def bars_of(report: dict[str, Any]) -> list[dict[str, Any]]:
         at_least("continuous, times the tokens/s of static batches", batches, 1.3),
         at_least("prefix cache, times none, 8-shot GSM8K", prefix, 2.0),
         at_most("a step without a model, of a full step", no_model, 0.1),
-        at_most("transfers a step", transfers, 1 / 4),
+        at_most("transfers a step", transfers, 1 / 16),
         at_most("compiling the engine's program, s", cost["compile_s"], 20.0),
         at_most("programs of an engine", num_programs, 1),
         at_most("temporaries of the program, of the pools' bytes", of_pools, 0.25),

@@ -83,7 +83,7 @@ class Engine:
         a ban. A request whose tokens are all banned ends with the finish reason "no_token". If it has a
         parameter `inputs`, it is handed the rows' inputs, {name: [max_seqs, ...]}; `params` is the model's.
       inputs: What a request may say to the program: {name: dtype}, or a `jax.ShapeDtypeStruct` each; with
-        states that change, `kv.engine.Inputs`. A model with a parameter `inputs` is handed those of its rows.
+        states that change, `kv.engine.Inputs`. A model with a parameter `inputs` gets the values of its rows.
       batch_invariant: The bits of a token's logits depend on its tokens and their positions alone, not on
         other requests of the batch, on hits, preemptions or the budget. See `invariant.py`.
         Attention is XLA's then: kernels are refused.

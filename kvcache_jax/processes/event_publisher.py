@@ -52,7 +52,7 @@ class EventPublisher:
           endpoint: Address of the publisher.
           replay: Address of the replay socket.
           topic: First frame of every message.
-          rank: Of this replica among those of one model, which subscribers tell apart by it.
+          rank: Of this replica, by which subscribers tell the replicas of one model apart.
           max_batches: Batches that are kept to be sent again, and that may wait to be sent.
 
         Raises:

@@ -96,7 +96,7 @@ def heads(head_dim: int | None = None, *, kv_heads_follow: bool = False) -> Aspe
 
 
 def rope(**options: Any) -> Aspect:
-    """Reads the rotations; `options` are those of `read_rope`."""
+    """Reads the rotations; `options` go to `read_rope`."""
 
     def write(config: DecoderConfig) -> dict[str, Any]:
         share = {"partial_rotary_factor": config.rope.share} if config.rope and "share" in options else {}

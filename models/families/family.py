@@ -43,7 +43,7 @@ class Family:
       defaults: What missing entries stand for, where that is not an error; null ones stay null.
       entries: What config.json calls fields of `DecoderConfig` and its parts, where most call them otherwise.
       names: Tensors of a model, where most call them otherwise.
-      part: The entry that holds those of the text model, in a file of a model that also sees; else empty.
+      part: The entry that holds the text model's own, in a file of a model that also sees; else empty.
       skipped: Tensors that are left out: patterns of their names, and what they are, by the entries.
     """
 

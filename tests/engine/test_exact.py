@@ -1,4 +1,4 @@
-"""Whoever else is in the batch, at any length of dispatches, across resets: each request's own tokens."""
+"""Whatever else is in the batch, at any length of dispatches, across resets: each request's own tokens."""
 
 from typing import Any
 

@@ -80,7 +80,7 @@ def test_an_error_of_a_callback_names_itself_and_ends_no_request():
 
 @pytest.mark.slow
 def test_a_callback_raises_at_every_step_of_200_requests_in_turn():
-    """After each reset a step later: tokens, ends and figures are those of an undisturbed run."""
+    """After each reset a step later: tokens, ends and figures are as in an undisturbed run."""
     engine, callback = make_fragile()
     rng, said, num_failures = np.random.default_rng(6), {}, 0
     requests = [random_request(rng, i, longest=24) for i in range(200)]

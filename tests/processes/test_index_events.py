@@ -1,4 +1,4 @@
-"""Events of the index: whoever applies them has the prefixes that prompts find, and no others."""
+"""Events of the index: a router that applies them has the prefixes that prompts find, and no others."""
 
 import collections
 import dataclasses
