@@ -118,32 +118,33 @@ def test_a_router_knows_what_prompts_find(has_host):
         for event in events:
             counts[type(event)] += len(getattr(event, "block_hashes", ""))
         assert router.texts() == texts_of(script.cache), nth
+        # A subscriber that comes later is told everything by a follower of its own.
+        late = Router()
+        late.apply(IndexFollower().update(script.cache))
+        assert late.texts() == router.texts()
         num_hosted = max(num_hosted, len(router.blocks["CPU"]))
     assert follower.update(script.cache) == follower.update(script.cache) == []
     cache, _ = kv.reset_prefix_cache(script.cache)
     assert follower.update(cache) == [AllBlocksCleared()]
     assert min(counts[BlockStored], counts[BlockRemoved]) > 10 and kv.check_invariants(cache) == [], counts
-    # A subscriber that comes later is told everything by a follower of its own.
-    late = Router()
-    late.apply(IndexFollower().update(script.cache))
-    assert late.texts() == router.texts() != []
     assert (num_hosted > 3) == has_host
 
 
 def test_a_name_follows_what_is_before_a_block():
-    """Between two looks both blocks of a text are evicted, and take the same ids with another first one."""
+    """Between two looks blocks are evicted, and their ids hold another text with the same end."""
     config = kv.CacheConfig(
         [FULL], num_blocks=2, block_size=2, max_seqs=1, max_seq_len=4, enable_prefix_caching=True
     )
     cache, follower, router = kv.init(config), IndexFollower(), Router()
-    for first in (5, 6, 6):
+    for nth, first in enumerate((5, 6, 7, 8, 9, 5, 6, 7)):
         text = np.array([[first, 6, 7, 8]])
         cache, _ = kv.reset_prefix_cache(cache)
         cache, _ = kv.allocate(cache, [0], [4], tokens=text)
         cache, _ = kv.extend(cache, [4], max_new=4, tokens=text)
         cache, _ = kv.free(kv.commit(cache)[0], [0])
-        router.apply(follower.update(cache))
-        assert router.texts() == texts_of(cache) and len(router.blocks["GPU"]) == 2
+        if nth % 2 == 0:
+            router.apply(follower.update(cache))
+            assert router.texts() == texts_of(cache) and len(router.blocks["GPU"]) == 2
 
 
 def test_names_are_the_same_in_every_process_and_differ_by_namespace():

@@ -1,5 +1,6 @@
 """Writers that are killed, and a store that remembers what it was given."""
 
+import pathlib
 import random
 import signal
 import subprocess
@@ -7,7 +8,6 @@ import sys
 import time
 
 import kvcache_jax as kv
-from tests.support.sources import ROOT
 
 # A program that needs no jax: for each line that it reads it writes a pair of a key and a value from a file.
 WRITER = """
@@ -44,27 +44,26 @@ def kill_writers(folder, items, times, check):
     """Starts writers of `items`, kills each at a random moment, calls `check(store)`; counts what was put."""
     file, total, rng = folder / "items", 0, random.Random(times)
     file.write_text("\n".join(f"{key} {bytes(value).hex()}" for key, value in items))
-    room = ROOT / "kvcache_jax" / "tiers"
+    room = pathlib.Path(kv.tiers.__file__).parent
     for nth in range(times):
         path = folder / f"store {nth}"
-        writer = subprocess.Popen(
+        with subprocess.Popen(
             [sys.executable, "-S", "-c", WRITER, str(room), str(path), str(file)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-        )
-        assert writer.stdin is not None and writer.stdout is not None
-        assert writer.stdout.readline() == "up\n"
-        num = rng.randrange(len(items))
-        writer.stdin.write("\n" * (num + 1))  # it is killed in the last of these writes, before or after it
-        writer.stdin.flush()
-        said = [writer.stdout.readline() for _ in range(num)]
-        time.sleep(rng.uniform(0, 0.001))
-        writer.send_signal(signal.SIGKILL)
-        said += [line for line in writer.stdout.read().split("\n")[:-1] if line.isdigit()]
-        writer.stdin.close()
-        writer.stdout.close()
-        writer.wait()
+        ) as writer:
+            assert writer.stdin is not None and writer.stdout is not None
+            assert writer.stdout.readline() == "up\n"
+            num = rng.randrange(len(items))
+            writer.stdin.write(
+                "\n" * (num + 1)
+            )  # it is killed in the last of these writes, before or after it
+            writer.stdin.flush()
+            said = [writer.stdout.readline() for _ in range(num)]
+            time.sleep(rng.uniform(0, 0.001))
+            writer.send_signal(signal.SIGKILL)
+            said += [line for line in writer.stdout.read().split("\n")[:-1] if line.isdigit()]
         store = kv.tiers.DirectoryStore(path)
         acknowledged = [key for key, _ in items[: len(said)]]
         assert all(store.contains(acknowledged))

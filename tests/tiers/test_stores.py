@@ -16,8 +16,6 @@ from kvcache_jax.tiers.directory_store import DirectoryStore
 from tests.tiers.store_writers import kill_writers
 from tests.tiers.valkey_server import serving
 
-pytestmark = pytest.mark.contract
-
 KEYS = [f"{i * 2654435761 % 2**32:08x}{i:056x}" for i in range(40)]
 
 
