@@ -35,6 +35,7 @@ class Router:
                         parent = name
                 case BlockRemoved():
                     for name in event.block_hashes:
+                        assert name in self.blocks[event.medium], "removed and not there"
                         del self.blocks[event.medium][name]
                 case AllBlocksCleared():
                     assert any(self.blocks.values())
@@ -52,6 +53,7 @@ class Router:
     def _text(self, known, name):
         parts = []
         while name is not None:
+            assert name in known, "what a block follows is not there"
             name, tokens, _ = known[name]
             parts.append(tokens)
         return tuple(token for tokens in reversed(parts) for token in tokens)
