@@ -37,7 +37,7 @@ def save(cache: Cache, store: BlockStore, *, weights: str, namespace: ArrayLike 
       cache: Not changed; outside of jit. Its rows may be active.
       store: Such as `DirectoryStore`.
       weights: Digest of all that keys and values depend on beside the config: `tiers.digest(params)`.
-      namespace: u32[4], the one whose blocks are saved, and are loaded by who names it alone. Default: all
+      namespace: u32[4], the one whose blocks are saved; only a `load` that names it finds them. Default: all
         namespaces, which `load` without one restores.
 
     Returns:
