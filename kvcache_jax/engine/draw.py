@@ -198,8 +198,7 @@ def write_down(state: EngineState, drawn: Drawn, options: Options) -> EngineStat
         num_generated=add_at(state.num_generated, slots, num_tokens),
         row_request=jnp.where(has_ended, requests.num_slots, slots),
         is_ended=state.is_ended | has_ended,
-        has_news=state.has_news | (has_ended | is_first).any(),
         service=add_at(state.service, client, weight),
     )
     num_generated = jnp.sum(num_tokens, dtype=jnp.int32)
-    return count(state, generated_tokens=num_generated, finished=has_ended)
+    return count(state, generated_tokens=num_generated, finished=has_ended, first_tokens=is_first)

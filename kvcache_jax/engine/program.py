@@ -31,6 +31,8 @@ from kvcache_jax.engine.state import (
 )
 from kvcache_jax.engine.step import Model, take_step
 
+_NEWS = EngineCounter.FINISHED, EngineCounter.FIRST_TOKENS
+
 
 class Report(enum.IntEnum):
     """Index into the header of a report; the counters follow it."""
@@ -40,7 +42,7 @@ class Report(enum.IntEnum):
     RUNNING = 1
     """Rows with a request."""
     WAITING = 2
-    """RequestArrays without a row."""
+    """Requests without a row."""
     BLOCKS_USED = 3
     """Referenced blocks, all groups."""
     BLOCKS_CACHED = 4
@@ -77,16 +79,15 @@ def run_dispatch(
     It makes fewer than most once there are news, and than least without work or room in the outbox. The
     report is i32[HEADER_LEN + max_seqs + outbox].
     """
-    state = dataclasses.replace(
-        state, outbox_len=jnp.zeros_like(state.outbox_len), has_news=jnp.zeros_like(state.has_news)
-    )
+    state, before = dataclasses.replace(state, outbox_len=jnp.zeros_like(state.outbox_len)), state.counters
     state = _take_in(model, params, state, inbox)
     most = options.most_entries(state.cache.max_seqs)
 
     def goes_on(loop: tuple[EngineState, jax.Array]) -> jax.Array:
         state, num_steps = loop
         has_room = state.outbox_len + most <= state.outbox.shape[0]
-        most_steps = jnp.where(state.has_news, length[0], length[1])
+        has_news = [state.counters[event] != before[event] for event in _NEWS]
+        most_steps = jnp.where(has_news[0] | has_news[1], length[0], length[1])
         return (num_steps < most_steps) & state.has_work & has_room
 
     def step(loop: tuple[EngineState, jax.Array]) -> tuple[EngineState, jax.Array]:
@@ -140,7 +141,6 @@ def _end(state: EngineState, inbox: Inbox) -> EngineState:
         phase=jnp.where(is_ended, Phase.DONE, state.phase).astype(jnp.int32),
         row_request=jnp.where(ends, requests.num_slots, state.row_request),
         is_ended=state.is_ended | ends,
-        has_news=state.has_news | is_it.any(),
     )
     return count(state, finished=is_it)
 
@@ -171,7 +171,6 @@ def _enter(state: EngineState, inbox: Inbox) -> EngineState:
         num_preemptions=set_at(state.num_preemptions, slots, zeros),
         num_bypassed=set_at(state.num_bypassed, slots, zeros),
         may_admit=state.may_admit | is_new.any(),
-        has_news=state.has_news | is_refused.any(),
         service=service,
     )
     state = note_in_outbox(

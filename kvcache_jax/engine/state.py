@@ -75,7 +75,7 @@ class EngineCounter(enum.IntEnum):
     CACHED_TOKENS = 4
     """Tokens that did not have to be computed, as they were found in the cache."""
     ADMISSIONS = 5
-    """RequestArrays that got a row, those that come back included, forks not."""
+    """Requests that got a row, those that come back included, forks not."""
     FORKS = 6
     """Samples that got a row by a fork of their prompt's."""
     PREEMPTIONS = 7
@@ -83,7 +83,7 @@ class EngineCounter(enum.IntEnum):
     STALLS = 8
     """Tokens that a row did not compute in a step for want of a block."""
     FINISHED = 9
-    """RequestArrays that ended, whatever the reason."""
+    """Requests that ended, whatever the reason."""
     REFUSED = 10
     """Those among them that were refused."""
     DRAFTED = 11
@@ -92,6 +92,8 @@ class EngineCounter(enum.IntEnum):
     """Draft tokens accepted."""
     UPDATES = 13
     """Times that other weights came: of `set_params`, those that dispatches began with; each shard counts."""
+    FIRST_TOKENS = 14
+    """Requests that got their first token."""
 
 
 @pytree_dataclass()
@@ -109,7 +111,6 @@ class EngineState:
       is_ended: bool[max_seqs], the row is to be freed.
       may_publish: bool[max_seqs], its blocks were computed under the present weights.
       may_admit: bool[], something changed since the last request did not fit.
-      has_news: bool[], a request got its first token or ended since the last check-in.
       service: i32[clients], weighted tokens that each client got, above the least of clients with requests.
       outbox: i32[any, width], events since the last check-in; see `note_in_outbox`.
       outbox_len: i32[].
@@ -126,7 +127,6 @@ class EngineState:
     is_ended: jax.Array
     may_publish: jax.Array
     may_admit: jax.Array
-    has_news: jax.Array
     service: jax.Array
     outbox: jax.Array
     outbox_len: jax.Array
@@ -211,7 +211,6 @@ def empty_state(
         is_ended=zeros(max_seqs, dtype=bool),
         may_publish=zeros(max_seqs, dtype=bool),
         may_admit=zeros(dtype=bool),
-        has_news=zeros(dtype=bool),
         service=zeros(sizes.num_clients),
         outbox=zeros(*outbox_shape),
         outbox_len=zeros(),
