@@ -17,13 +17,14 @@ class SlowStore(kv.tiers.MemoryStore):
 
     def __init__(self):
         super().__init__()
-        self.may_answer = threading.Event()
+        self.is_asked, self.may_answer = threading.Event(), threading.Event()
 
     def contains(self, keys):
         assert self.may_answer.wait(60)
         return super().contains(keys)
 
     def put(self, items):
+        self.is_asked.set()
         assert self.may_answer.wait(60)
         super().put(items)
 
@@ -69,7 +70,9 @@ def test_nothing_waits_for_a_slow_store(store):
 def test_what_the_queue_has_no_room_for_is_dropped_and_counted(store):
     link = attached(store, max_queued=1)
     users = [served((start, 9)) for start in (1, 2, 3, 4)]
-    saved = [link.save(user.cache).num_saved for user in users]
+    saved = [link.save(users[0].cache).num_saved]
+    assert store.is_asked.wait(60)  # the first job left the queue
+    saved += [link.save(user.cache).num_saved for user in users[1:]]
     assert saved[-1] == 0 and link.num_dropped >= 2
     _, is_done = link.find(kv.init(CONFIG), users[0].new_text(1, 9))
     assert is_done  # a miss, which needs no look
