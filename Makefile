@@ -52,7 +52,7 @@ test: .venv
 
 # What `make test` leaves out: more cases, more seeds, studies.
 test-slow: .venv
-	$(PY) $(PYTEST) -m slow
+	$(PY) $(PYTEST) -o faulthandler_timeout=300 -m slow
 
 test-all: test test-slow
 

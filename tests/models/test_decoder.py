@@ -35,9 +35,9 @@ TINY = DecoderConfig(
 # --- parity ---
 
 
-@pytest.mark.quick_cases("gemma3", "deepseek_v3_experts", "gpt_oss")
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["gemma3", "deepseek_v3_experts", "gpt_oss"])
 def test_logits_of_one_call_are_those_of_transformers(family):
+    """Of all families the next test compares the logits, of prompts in pieces and of answers."""
     tokens = all_tokens(family)
     driver = Driver(load(family), {2: 40, ROW: len(tokens)})
     logits = driver.feed({ROW: tokens, 2: tokens[::-1][:40]})
@@ -154,7 +154,7 @@ def test_a_cache_whose_layers_do_not_repeat_like_the_model_is_refused():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma2", "gemma3", "deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["gemma3", "deepseek_v3"])
 def test_bfloat16_runs_and_stays_near(family):
     decoder, tokens = load(family, jnp.bfloat16), all_tokens(family)
     assert {leaf.dtype for leaf in jax.tree.leaves(decoder)} == {jnp.dtype(jnp.bfloat16)}
