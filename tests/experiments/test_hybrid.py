@@ -40,8 +40,9 @@ def found():
         "two levels": workloads.few_shot(writer, 4, 50),
     }
     work = hybrid.Workloads(named, {17: workloads.repeated_prefix(writer, 17, 3)})
-    with pytest.MonkeyPatch.context() as patch:  # of pools of few points the two policies that bars name
-        patch.setattr(hybrid, "SCARCE", {name: hybrid.SCARCE[name] for name in (hybrid.DEFAULT, hybrid.SAVED)})
+    scarce = {name: hybrid.SCARCE[name] for name in (hybrid.DEFAULT, hybrid.SAVED)}  # those that bars name
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hybrid, "SCARCE", scarce)
         return hybrid.measure(work, random_params())
 
 
