@@ -248,6 +248,7 @@ def test_wheel_ships_two_typed_packages_that_need_jax_and_numpy():
         "tests",
         "pictures",
         "metrics",
+        "server",
         "tensorstore",
         "valkey",
         "events",

@@ -179,7 +179,7 @@ def demo(work: Workload, decoder: Decoder, rows: int, board: Board) -> tuple[lis
 
 def write_metrics(path: Path, servers: list[Server], model_name: str) -> None:
     """Writes the metrics of the side with the prefix cache."""
-    from experiments.serve import prometheus
+    from experiments.common import prometheus
 
     for server in servers:
         if server.name == PREFIX:

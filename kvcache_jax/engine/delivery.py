@@ -8,7 +8,7 @@ import numpy as np
 from kvcache_jax.engine.events import EngineFigures, TokenEvent
 from kvcache_jax.engine.metrics import Metrics
 from kvcache_jax.engine.program import HEADER_LEN, Report
-from kvcache_jax.engine.state import NO_TOKEN, NUM_COLUMNS, OF_PROMPT, EngineCounter, Finish
+from kvcache_jax.engine.state import NO_TOKEN, NUM_COLUMNS, OF_CACHE, OF_PROMPT, EngineCounter, Finish
 from kvcache_jax.engine.table import RequestTable, Sample
 
 
@@ -60,10 +60,12 @@ class Delivery:
     def _deliver(self, table: RequestTable, report: np.ndarray, begun_at: float, now: float) -> bool:
         """Makes an event of each continuation's entries; those that ended leave the table."""
         entries = report[self._outbox :].reshape(-1, self._width)[: report[Report.OUTBOX_LEN]]
-        is_of_prompt = entries[:, 4] == OF_PROMPT
-        if is_of_prompt.any():
-            _note_prompts(table, entries[is_of_prompt])
-            entries = entries[~is_of_prompt]
+        kinds = entries[:, 4]
+        if kinds.min(initial=0) < 0:
+            for slot, uid, num_cached in entries[kinds == OF_CACHE, :3].tolist():
+                table.find(slot, uid).note_cached(num_cached)
+            _note_prompts(table, entries[kinds == OF_PROMPT])
+            entries = entries[kinds >= 0]
         order = np.argsort(entries[:, 0], kind="stable")
         entries = entries[order]
         begins = np.flatnonzero(np.diff(entries[:, 0], prepend=-1))
@@ -124,6 +126,7 @@ class Delivery:
                 finish_reason=reason.name.lower() if has_ended else None,
                 text=text,
                 prompt_logprobs=None if of_prompt is None else of_prompt.tolist(),
+                num_cached_tokens=sample.num_cached if has_ended else None,
                 time_queued=sample.time_queued(now) if has_ended else None,
                 time_to_first_token=to_first if has_ended else None,
             )

@@ -26,6 +26,8 @@ class TokenEvent:
         string, and the tokens never have one of a stop string.
       prompt_logprobs: Of a request that asks for them, beside its first tokens: log-probability of each token
         of the prompt but the first.
+      num_cached_tokens: First tokens of its prompt that the cache had when it got a row; None if it goes on,
+        or never had one, or had one by a fork of its first sample's.
       time_queued: Seconds from its push until it had a row, as far as dispatches tell; None if it goes on.
       time_to_first_token: Seconds from its push until its first tokens came; None if it goes on or has none.
     """
@@ -38,6 +40,7 @@ class TokenEvent:
     finish_reason: str | None
     text: str | None = None
     prompt_logprobs: list[float] | None = None
+    num_cached_tokens: int | None = None
     time_queued: float | None = None
     time_to_first_token: float | None = None
 

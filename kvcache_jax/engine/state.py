@@ -232,6 +232,8 @@ NUM_COLUMNS = 5
 NO_TOKEN = -1
 OF_PROMPT = -1
 """In place of a `Finish`: the entry has a position of the prompt for a token, and its log-probability."""
+OF_CACHE = -2
+"""In place of a `Finish`: the entry has for a token the number of first tokens that the cache had."""
 
 
 def outbox_width(num_top_logprobs: int) -> int:

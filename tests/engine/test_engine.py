@@ -409,3 +409,26 @@ def test_a_preempted_request_finds_what_it_had_published():
     expect(collect(engine, requests), requests)
     num_preempted, num_cached = counted(engine, "PREEMPTIONS", "CACHED_TOKENS")
     assert num_preempted >= 1 and num_cached >= 8
+
+
+def test_the_end_of_a_request_says_what_the_cache_had_when_it_began():
+    """Of 16 tokens in 4 blocks; what a preempted one finds of its own does not count, and forks find nothing."""
+    engine = make_engine()
+
+    def cached(requests):
+        assert engine.push(requests) == len(requests)
+        return {
+            (event.id, event.sample_id): event.num_cached_tokens
+            for event in engine
+            if event.finish_reason is not None
+        }
+
+    copies = [ask([3, 1, 4, 1] * 4 + [5], 3, i) for i in range(3)]
+    assert cached(copies) == {(0, 0): 0, (1, 0): 16, (2, 0): 16}
+    assert cached([ask([7] * 9, 4, "a", num_samples=2)]) == {("a", 0): 0, ("a", 1): None}
+    assert engine.push([ask([2], 3, "b")]) and engine.cancel("b")
+    assert [(event.id, event.num_cached_tokens) for event in engine] == [("b", None)]
+    before = counted(engine, "PREEMPTIONS", "CACHED_TOKENS")
+    assert cached([ask([i] * 8, 20, i) for i in (3, 4)]) == {(3, 0): 0, (4, 0): 0}
+    after = counted(engine, "PREEMPTIONS", "CACHED_TOKENS")
+    assert after[0] > before[0] and after[1] > before[1]

@@ -223,7 +223,7 @@ def test_deliveries_are_timed_in_turns(monkeypatch):
 @pytest.mark.slow
 def test_prometheus_text_has_the_names_of_vllm(tmp_path):
     parser = pytest.importorskip("prometheus_client.parser")
-    from experiments.serve import prometheus
+    from experiments.common import prometheus
 
     server = make(PREFIX, JOBS)
     server.turn(31)

@@ -1,0 +1,191 @@
+"""What clients get, in OpenAI's form, made of the events of their requests; whole, or piece by piece."""
+
+import dataclasses
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import kvcache_jax as kv
+from models.tokenizer import ByteTokenizer, TextStream, Tokenizer
+
+
+class QuietTokenizer:
+    """A tokenizer whose stop tokens have no text."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self.inner, self.stop_tokens = tokenizer, tokenizer.stop_tokens
+        self.vocab_size = tokenizer.vocab_size
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of a prompt."""
+        return self.inner.encode(text)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of the tokens but those that end a text."""
+        return self.inner.decode([token for token in tokens if token not in self.stop_tokens])
+
+    def name(self, token: int) -> tuple[str, list[int]]:
+        """Returns the text of one token, and its bytes, which the text names where they are no character."""
+        text = self.inner.decode([token])
+        if not isinstance(self.inner, ByteTokenizer):
+            return text, [*text.encode()]
+        return (f"bytes:\\x{token:02x}" if text == "\ufffd" else text), [token] if token < 256 else []
+
+
+@dataclasses.dataclass
+class Piece:
+    """What an event adds to a choice."""
+
+    index: int
+    text: str
+    tokens: list[int]
+    logprobs: list[float]
+    top_logprobs: list[dict[int, float]]
+    offsets: list[int]  # of each token's text in the choice's
+    finish_reason: str | None
+
+
+class Choice:
+    """Follows the text of one continuation."""
+
+    def __init__(self, index: int, tokenizer: QuietTokenizer):
+        self._index, self._tokenizer = index, tokenizer
+        self._stream = TextStream(tokenizer)
+        self._tokens: list[int] = []
+
+    def add(self, event: kv.engine.TokenEvent) -> Piece:
+        """Takes in the next event."""
+        offsets = []
+        for token in event.tokens:
+            offsets.append(len(self._tokenizer.decode(self._tokens).rstrip("\ufffd")))
+            self._tokens.append(token)
+        text = event.text
+        if text is None:
+            text = self._stream.push(event.tokens)
+            text += self._stream.finish() if event.finish_reason is not None else ""
+        return Piece(
+            self._index,
+            text,
+            event.tokens,
+            event.logprobs,
+            event.top_logprobs or [{} for _ in event.tokens],
+            offsets,
+            event.finish_reason,
+        )
+
+
+@dataclasses.dataclass
+class Usage:
+    """Counts tokens; of a prompt once, however many samples it has."""
+
+    prompt_tokens: int
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+    def note(self, event: kv.engine.TokenEvent) -> None:
+        """Takes in an event; the first sample's last one says what the cache had."""
+        self.completion_tokens += len(event.tokens)
+        if event.sample_id == 0:
+            self.cached_tokens += event.num_cached_tokens or 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns it in OpenAI's form."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+class Form:
+    """Answers of /v1/completions.
+
+    Args:
+      model: Its name.
+      tokenizer: Gives tokens their texts.
+      wants_logprobs: Whether they are told.
+    """
+
+    prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, model: str, tokenizer: QuietTokenizer, wants_logprobs: bool):
+        self.id = f"{self.prefix}-{secrets.token_hex(12)}"
+        self._model, self._created = model, int(time.time())
+        self._tokenizer, self._wants_logprobs = tokenizer, wants_logprobs
+
+    def answer(self, pieces: Sequence[Sequence[Piece]], usage: Usage) -> dict[str, Any]:
+        """Makes a whole answer of the pieces of each choice."""
+        choices = [self._choice(_joined(of_one), is_whole=True) for of_one in pieces]
+        return self._frame(self.whole, choices) | {"usage": usage.as_dict()}
+
+    def event(self, piece: Piece, is_first: bool, wants_usage: bool) -> dict[str, Any] | None:
+        """Makes an event of a stream; None of a piece that says nothing yet."""
+        says_logprobs = self._wants_logprobs and piece.tokens
+        if not (piece.text or says_logprobs or piece.finish_reason):
+            return None
+        found = self._frame(self.chunk, [self._choice(piece, is_first=is_first)])
+        return found | ({"usage": None} if wants_usage else {})
+
+    def last_event(self, usage: Usage) -> dict[str, Any]:
+        """Makes the event that tells the usage."""
+        return self._frame(self.chunk, []) | {"usage": usage.as_dict()}
+
+    def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self._created,
+            "model": self._model,
+            "choices": choices,
+        }
+
+    def _choice(self, piece: Piece, *, is_whole: bool = False, is_first: bool = False) -> dict[str, Any]:
+        return self._said(piece.text, is_whole, is_first) | {
+            "index": piece.index,
+            "logprobs": self._logprobs(piece) if self._wants_logprobs else None,
+            "finish_reason": piece.finish_reason,
+        }
+
+    def _said(self, text: str, is_whole: bool, is_first: bool) -> dict[str, Any]:
+        return {"text": text}
+
+    def _logprobs(self, piece: Piece) -> dict[str, Any]:
+        name = self._tokenizer.name
+        return {
+            "tokens": [name(token)[0] for token in piece.tokens],
+            "token_logprobs": piece.logprobs,
+            "top_logprobs": [{name(token)[0]: x for token, x in top.items()} for top in piece.top_logprobs],
+            "text_offset": piece.offsets,
+        }
+
+
+class ChatForm(Form):
+    """Answers of /v1/chat/completions."""
+
+    prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def _said(self, text: str, is_whole: bool, is_first: bool) -> dict[str, Any]:
+        said = {"content": text} | ({"role": "assistant"} if is_whole or is_first else {})
+        return {"message": said | {"refusal": None}} if is_whole else {"delta": said}
+
+    def _logprobs(self, piece: Piece) -> dict[str, Any]:
+        def entry(token: int, logprob: float) -> dict[str, Any]:
+            text, data = self._tokenizer.name(token)
+            return {"token": text, "logprob": logprob, "bytes": data}
+
+        entries = zip(piece.tokens, piece.logprobs, piece.top_logprobs, strict=True)
+        return {
+            "content": [
+                entry(token, logprob) | {"top_logprobs": [entry(*one) for one in top.items()]}
+                for token, logprob, top in entries
+            ]
+        }
+
+
+def _joined(pieces: Sequence[Piece]) -> Piece:
+    names = "tokens", "logprobs", "top_logprobs", "offsets"
+    joined = {name: [x for piece in pieces for x in getattr(piece, name)] for name in names}
+    text, last = "".join(piece.text for piece in pieces), pieces[-1]
+    return Piece(last.index, text, finish_reason=last.finish_reason, **joined)

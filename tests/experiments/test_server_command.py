@@ -1,0 +1,66 @@
+"""The server's command and its chat templates: what they take, and what they refuse in one line."""
+
+import json
+import socket
+
+import pytest
+
+from models import checkpoint
+from models.tokenizer import ByteTokenizer
+from tests.experiments import tiny
+
+for package in ("fastapi", "jinja2", "uvicorn"):
+    pytest.importorskip(package)
+
+from experiments.server import __main__ as command  # noqa: E402
+from experiments.server import chat_template, protocol  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("server") / "tiny"
+    checkpoint.save(path, tiny.decoder(**tiny.ONE_LAYER, max_seq_len=1024), ByteTokenizer())
+    return path
+
+
+def test_a_template_is_the_checkpoints_and_reaches_nothing(tmp_path):
+    assert chat_template.read(tmp_path, None) is None
+    source = "{{ bos_token }}{% for m in messages %}{{ m.content | tojson }}{% endfor %}"
+    config = {"chat_template": source, "bos_token": {"content": "<s>"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    found = chat_template.read(tmp_path, None)
+    assert found.render([{"role": "user", "content": "é<"}]) == '<s>"é<"'
+    (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('only users') }}")
+    with pytest.raises(protocol.Refused, match="only users"):
+        chat_template.read(tmp_path, None).render([])
+    for source in ("{{ messages.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ 1 / 0 }}"):
+        with pytest.raises(protocol.Refused, match="does not take these messages"):
+            chat_template.ChatTemplate(source).render([])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--port", "70000"], "from 0 to 65535"),
+        (["--host", "no host"], "cannot listen on no host"),
+        (["--blocks", "3"], "got --blocks 3, expected at least 64"),
+        (["--policy", "none"], "policy"),
+        (["--chat-template", "missing.jinja"], "missing.jinja, which cannot be read"),
+    ],
+)
+def test_the_command_refuses_in_one_line(folder, capsys, options, said):
+    with pytest.raises(SystemExit) as ended:
+        command.main(["--checkpoint", str(folder), "--port", "0", *options])
+    lines = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2 and len(lines) == 1 and said in lines[0]
+
+
+def test_the_command_refuses_a_port_in_use_and_a_model_without_a_tokenizer(folder, tmp_path, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(SystemExit) as ended:
+        command.main(["--checkpoint", str(folder), "--port", str(other.getsockname()[1])])
+    assert ended.value.code == 2 and "Address already in use: take another --port" in capsys.readouterr().err
+    checkpoint.save(tmp_path / "small", tiny.decoder(**tiny.ONE_LAYER | {"vocab_size": 100}))
+    with pytest.raises(SystemExit) as ended:
+        command.main(["--checkpoint", str(tmp_path / "small"), "--port", "0"])
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and "no tokenizer.json" in error and len(error.splitlines()) == 1
