@@ -412,7 +412,7 @@ def test_a_preempted_request_finds_what_it_had_published():
 
 
 def test_the_end_of_a_request_says_what_the_cache_had_when_it_began():
-    """Of 16 tokens in 4 blocks; what a preempted one finds of its own does not count, and forks find nothing."""
+    """Of 16 tokens in 4 blocks; what a preempted one finds of its own does not count, forks find none."""
     engine = make_engine()
 
     def cached(requests):
