@@ -42,6 +42,7 @@ demo: .venv
 	$(PY) -m experiments.prefix_prompts
 	$(PY) -m experiments.serve --demo
 	$(PY) -m experiments.tiers --demo
+	@echo "To serve the model over HTTP, with a page that shows the blocks: $(PY) -m experiments.server"
 
 block-map: .venv
 	$(PY) -m experiments.decode --map
@@ -109,9 +110,10 @@ docs: .venv-docs
 	NO_MKDOCS_2_WARNING=1 $(PY_DOCS) -m mkdocs build --quiet --strict
 	$(PY_DOCS) -m tests.site.built_pages build/site
 
-# Programs of others that talk to this library, as they are.
+# Programs of others that talk to this library, as they are; BROWSER=--no-browser where there is no Chromium.
 integrations: .venv-integrations
 	$(PY_INTEGRATIONS) -m tests.integrations.dynamo_indexer
+	$(PY_INTEGRATIONS) -m tests.integrations.server $(BROWSER)
 
 # clean leaves the environments, distclean leaves a fresh clone.
 clean:
@@ -175,7 +177,7 @@ distclean: clean
 
 .venv-integrations/.made: .venv/.made
 	@$(call make_venv_on,.venv-integrations,.venv)
-	$(PY) -m pip --python $(PY_INTEGRATIONS) $(PIP_INSTALL) ai-dynamo-runtime
+	$(PY) -m pip --python $(PY_INTEGRATIONS) $(PIP_INSTALL) ai-dynamo-runtime openai
 	@touch $@
 
 # XLA's CUDA plugin of the interpreter's jax, and the compiler and disassembler that it calls; no CUDA libraries.

@@ -29,7 +29,7 @@ from kvcache_jax.engine.order import (
     waits,
 )
 from kvcache_jax.engine.policies import INPUT_WEIGHT, keys_of, policies
-from kvcache_jax.engine.state import OF_CACHE, EngineState, Phase, count, note_in_outbox
+from kvcache_jax.engine.state import EngineState, Phase, count
 from kvcache_jax.operations.allocate import Hits, Prompts, allocate_rows, find_hits, required_blocks
 from kvcache_jax.operations.fork import fork_rows
 from kvcache_jax.operations.free import free_rows
@@ -138,12 +138,13 @@ def _start(
         row_request=set_at(state.row_request, row, slot),
         may_publish=set_at(state.may_publish, row, True),
         num_bypassed=state.num_bypassed + is_passed.astype(jnp.int32),
+        # A request that comes back finds its own blocks, which says nothing of its prompt.
+        num_cached=set_at(
+            state.num_cached, jnp.where(is_first, slot, requests.num_slots), admission.num_cached[0]
+        ),
         service=add_at(state.service, client, INPUT_WEIGHT * get_at(requests.prompt_len, slot, 0)),
     )
-    is_admitted, num_cached = (row < max_seqs)[None], admission.num_cached
-    told = slot[None], num_cached, jnp.zeros(1), jnp.full(1, OF_CACHE)
-    state = note_in_outbox(state, is_admitted, *told)
-    return count(state, admissions=is_admitted, cached_tokens=num_cached[0])
+    return count(state, admissions=(row < max_seqs)[None], cached_tokens=admission.num_cached[0])
 
 
 def fork_samples(state: EngineState) -> EngineState:

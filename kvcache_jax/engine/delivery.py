@@ -8,22 +8,30 @@ import numpy as np
 from kvcache_jax.engine.events import EngineFigures, TokenEvent
 from kvcache_jax.engine.metrics import Metrics
 from kvcache_jax.engine.program import HEADER_LEN, Report
-from kvcache_jax.engine.state import NO_TOKEN, NUM_COLUMNS, OF_CACHE, OF_PROMPT, EngineCounter, Finish
+from kvcache_jax.engine.state import NO_TOKEN, NUM_COLUMNS, OF_PROMPT, EngineCounter, Finish
 from kvcache_jax.engine.table import RequestTable, Sample
 
 
 class Delivery:
     """Takes in the reports of all shards, for tables of requests.
 
+    Args:
+      tables: A shard's each.
+      max_seqs: Rows of a shard.
+      num_slots: Of a table.
+      width: Of an entry of the outbox.
+
     Attributes:
       events: Those that no consumer has received yet.
       metrics: Of all requests so far.
     """
 
-    def __init__(self, tables: Sequence[RequestTable], max_seqs: int, width: int):
+    def __init__(self, tables: Sequence[RequestTable], max_seqs: int, num_slots: int, width: int):
         self.events: deque[TokenEvent] = deque()
         self.metrics = Metrics()
-        self._tables, self._width, self._outbox = tables, width, HEADER_LEN + max_seqs
+        self._tables, self._width = tables, width
+        self._rows_end = HEADER_LEN + max_seqs
+        self._outbox = self._rows_end + num_slots
         self.forget_rows()
         self._counts = [dict.fromkeys(EngineCounter, 0) for _ in tables]
 
@@ -51,7 +59,7 @@ class Delivery:
     def _note_starts(
         self, table: RequestTable, report: np.ndarray, before: np.ndarray, begun_at: float
     ) -> None:
-        rows, old = (x[HEADER_LEN : self._outbox] for x in (report, before))
+        rows, old = (x[HEADER_LEN : self._rows_end] for x in (report, before))
         for slot in rows[rows != old].tolist():
             sample = table.get(slot)
             if sample is not None and sample.started_at is None:
@@ -60,18 +68,17 @@ class Delivery:
     def _deliver(self, table: RequestTable, report: np.ndarray, begun_at: float, now: float) -> bool:
         """Makes an event of each continuation's entries; those that ended leave the table."""
         entries = report[self._outbox :].reshape(-1, self._width)[: report[Report.OUTBOX_LEN]]
-        kinds = entries[:, 4]
-        if kinds.min(initial=0) < 0:
-            for slot, uid, num_cached in entries[kinds == OF_CACHE, :3].tolist():
-                table.find(slot, uid).note_cached(num_cached)
-            _note_prompts(table, entries[kinds == OF_PROMPT])
-            entries = entries[kinds >= 0]
+        is_of_prompt = entries[:, 4] == OF_PROMPT
+        if is_of_prompt.any():
+            _note_prompts(table, entries[is_of_prompt])
+            entries = entries[~is_of_prompt]
         order = np.argsort(entries[:, 0], kind="stable")
         entries = entries[order]
         begins = np.flatnonzero(np.diff(entries[:, 0], prepend=-1))
         ends = np.append(begins[1:], len(entries))
         slots, uids, tokens = (entries[:, i].tolist() for i in range(3))
         logprobs, tops, has_news = _floats(entries[:, 3]), _top_logprobs(entries), False
+        num_cached = report[self._rows_end : self._outbox]
         for k in np.argsort(order[begins]).tolist():
             begin, end = begins[k].item(), ends[k].item()
             sample, reason = table.find(slots[begin], uids[begin]), Finish(entries[end - 1, 4].item())
@@ -79,6 +86,8 @@ class Delivery:
             has_news |= reason != Finish.NOT_YET or sample.first_at is None
             if sample.started_at is None and end > begin:
                 sample.started_at = begun_at
+            if num_cached[sample.slot] >= 0:
+                sample.num_cached = num_cached[sample.slot].item()
             if not sample.has_stopped:
                 self._tell(sample, reason, now, tokens[begin:end], logprobs[begin:end], tops[begin:end])
             if reason != Finish.NOT_YET:

@@ -167,7 +167,7 @@ class Engine:
         ]
         width = outbox_width(self._options.num_top_logprobs)
         num_entries = outbox_len(self._options, config.max_seqs, self._steps, entering.num_slots, _MOST_ENDED)
-        self._delivery = Delivery(self._tables, config.max_seqs, width)
+        self._delivery = Delivery(self._tables, config.max_seqs, self._sizes.num_slots, width)
         self._pace = Pace(self._steps)
         model, outbox = Model(forward, **hooks), (num_entries, width)
         self._device = Device(shards, model, self._options, params, self._sizes, outbox)

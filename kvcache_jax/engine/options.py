@@ -151,8 +151,7 @@ class Options:
 
     def most_entries(self, max_seqs: int) -> int:
         """Counts the entries that a step may add to the outbox."""
-        num_of_prompts = self.num_pieces * self.piece_len if self.prompt_logprobs else 0
-        return max_seqs * self.width + num_of_prompts + self.most_admissions
+        return max_seqs * self.width + (self.num_pieces * self.piece_len if self.prompt_logprobs else 0)
 
     def num_reserved(self, cache: Cache) -> list[int]:
         """Counts the blocks of each group that the watermark holds back."""

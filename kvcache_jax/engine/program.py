@@ -1,7 +1,7 @@
 """The engine's one program: takes in the host's news, makes up to `k` steps, and reports.
 
 The report is one array of i32, so that the host reads once per dispatch: a header (`Report`), the counters,
-the slot that runs in each row, then the outbox.
+the slot that runs in each row, what the cache had of each request, then the outbox.
 """
 
 import dataclasses
@@ -77,7 +77,7 @@ def run_dispatch(
     """Takes in the inbox and makes steps, as many as `length` i32[2] has at least and at most.
 
     It makes fewer than most once there are news, and than least without work or room in the outbox. The
-    report is i32[HEADER_LEN + max_seqs + outbox].
+    report is i32[HEADER_LEN + max_seqs + R + outbox].
     """
     state, before = dataclasses.replace(state, outbox_len=jnp.zeros_like(state.outbox_len)), state.counters
     state = _take_in(model, params, state, inbox)
@@ -114,7 +114,8 @@ def _report(state: EngineState) -> jax.Array:
     }
     header = jnp.stack([figures[name].astype(jnp.int32) for name in Report])
     counters = lax.bitcast_convert_type(state.counters, jnp.int32)
-    return jnp.concatenate([header, counters, state.row_request, state.outbox.reshape(-1)])
+    columns = state.row_request, state.num_cached, state.outbox.reshape(-1)
+    return jnp.concatenate([header, counters, *columns])
 
 
 def _take_in(model: Model, params: Any, state: EngineState, inbox: Inbox) -> EngineState:
@@ -170,6 +171,7 @@ def _enter(state: EngineState, inbox: Inbox) -> EngineState:
         num_generated=set_at(state.num_generated, slots, inbox.num_generated),
         num_preemptions=set_at(state.num_preemptions, slots, zeros),
         num_bypassed=set_at(state.num_bypassed, slots, zeros),
+        num_cached=set_at(state.num_cached, slots, zeros - 1),
         may_admit=state.may_admit | is_new.any(),
         service=service,
     )

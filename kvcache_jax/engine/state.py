@@ -107,6 +107,7 @@ class EngineState:
       num_generated: i32[R], tokens after the prompt.
       num_preemptions: i32[R].
       num_bypassed: i32[R], later requests that were admitted before it.
+      num_cached: i32[R], first tokens that the cache had when it was admitted; -1 if it has not been.
       row_request: i32[max_seqs], slot of the request that runs in the row; R for none.
       is_ended: bool[max_seqs], the row is to be freed.
       may_publish: bool[max_seqs], its blocks were computed under the present weights.
@@ -123,6 +124,7 @@ class EngineState:
     num_generated: jax.Array
     num_preemptions: jax.Array
     num_bypassed: jax.Array
+    num_cached: jax.Array
     row_request: jax.Array
     is_ended: jax.Array
     may_publish: jax.Array
@@ -207,6 +209,7 @@ def empty_state(
         num_generated=zeros(num_slots),
         num_preemptions=zeros(num_slots),
         num_bypassed=zeros(num_slots),
+        num_cached=zeros(num_slots, fill=-1),
         row_request=zeros(max_seqs, fill=num_slots),
         is_ended=zeros(max_seqs, dtype=bool),
         may_publish=zeros(max_seqs, dtype=bool),
@@ -232,8 +235,6 @@ NUM_COLUMNS = 5
 NO_TOKEN = -1
 OF_PROMPT = -1
 """In place of a `Finish`: the entry has a position of the prompt for a token, and its log-probability."""
-OF_CACHE = -2
-"""In place of a `Finish`: the entry has for a token the number of first tokens that the cache had."""
 
 
 def outbox_width(num_top_logprobs: int) -> int:

@@ -50,15 +50,10 @@ class Sample:
     started_at: float | None = None
     first_at: float | None = None
     told_at: float | None = None
-    num_cached: int | None = None  # tokens of its prompt that the cache had when it got its first row
+    num_cached: int | None = None  # first tokens that the cache had when it was admitted
     prompt_logprobs: np.ndarray | None = None  # f32[prompt_len - 1], until they are told
     text: StopText | None = None
     has_stopped: bool = False  # by a stop string: its consumer knows, and the device will
-
-    def note_cached(self, num_tokens: int) -> None:
-        """Takes in the tokens that the cache had; a request that comes back finds its own ones there."""
-        if self.num_cached is None:
-            self.num_cached = num_tokens
 
     def time_queued(self, now: float) -> float:
         """Seconds without a row, until now if it has had none."""
