@@ -131,12 +131,13 @@ def make_service(options: argparse.Namespace, **more: Any) -> Any:
     import jax
 
     from experiments.server import chat_template
+    from experiments.server.answers import QuietTokenizer
     from experiments.server.app import Service
     from experiments.server.engine_thread import EngineThread
     from models import checkpoint
     from models import decoder as models
 
-    tokenizer = checkpoint.load_tokenizer(options.checkpoint)
+    tokenizer = QuietTokenizer(checkpoint.load_tokenizer(options.checkpoint))
     template = chat_template.read(options.checkpoint, options.chat_template)
     dtype = options.dtype or ("float32" if jax.default_backend() == "cpu" else None)
     decoder = checkpoint.load(options.checkpoint, dtype=dtype)

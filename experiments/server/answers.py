@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import kvcache_jax as kv
-from models.tokenizer import ByteTokenizer, TextStream, Tokenizer
+from models.tokenizer import ByteTokenizer, FileTokenizer, TextStream, Tokenizer
 
 
 class QuietTokenizer:
@@ -17,8 +17,10 @@ class QuietTokenizer:
         self.inner, self.stop_tokens = tokenizer, tokenizer.stop_tokens
         self.vocab_size = tokenizer.vocab_size
 
-    def encode(self, text: str) -> list[int]:
-        """Tokens of a prompt."""
+    def encode(self, text: str, *, is_whole: bool = False) -> list[int]:
+        """Tokens of a prompt, with what the tokenizer puts in front of one that is not whole."""
+        if is_whole and isinstance(self.inner, FileTokenizer):
+            return self.inner.inner.encode(text, add_special_tokens=False).ids
         return self.inner.encode(text)
 
     def decode(self, tokens: Sequence[int]) -> str:

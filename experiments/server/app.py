@@ -19,7 +19,6 @@ from experiments.server.answers import ChatForm, Choice, Form, QuietTokenizer, U
 from experiments.server.chat_template import ChatTemplate
 from experiments.server.engine_thread import Channel, Continuation, EngineThread, Stopped
 from experiments.server.protocol import ChatOptions, CompletionOptions, Options, Refused, parse
-from models.tokenizer import FileTokenizer, Tokenizer
 
 PAGE = Path(__file__).with_name("page.html")
 _DEFAULT_TOKENS = 16  # of a completion, as OpenAI has it
@@ -33,7 +32,7 @@ class Service:
     Attributes:
       model: Its name.
       thread: Owns the engine.
-      tokenizer: The checkpoint's.
+      tokenizer: The checkpoint's, without texts of stop tokens.
       max_len: Tokens of a row.
       max_requests: Continuations that wait or run.
       max_tokens: Of an answer.
@@ -46,7 +45,7 @@ class Service:
 
     model: str
     thread: EngineThread
-    tokenizer: Tokenizer
+    tokenizer: QuietTokenizer
     max_len: int
     max_requests: int
     max_tokens: int
@@ -55,12 +54,6 @@ class Service:
     template: ChatTemplate | None = None
     api_key: str | None = None
     send_s: float = 30.0
-
-    def encode(self, text: str, *, is_chat: bool = False) -> list[int]:
-        """Returns the tokens of a prompt; a chat's template says itself what stands in front of it."""
-        if is_chat and isinstance(self.tokenizer, FileTokenizer):
-            return self.tokenizer.inner.encode(text, add_special_tokens=False).ids
-        return self.tokenizer.encode(text)
 
     def requests(
         self,
@@ -75,11 +68,12 @@ class Service:
         Raises:
           Refused: one does not fit.
         """
-        most = max(1, self.max_requests // options.n)
-        if len(prompts) > most:
-            raise Refused(f"{name} has {len(prompts)} prompts with n = {options.n}, expected at most {most}")
-        if options.n > self.max_requests:
-            raise Refused(f"n is {options.n}, expected at most {self.max_requests}", param="n")
+        if len(prompts) * options.n > self.max_requests:
+            raise Refused(
+                f"{name} has {len(prompts)} prompts with n = {options.n}, expected at most "
+                f"{self.max_requests} answers: lower one of the two",
+                param="n",
+            )
         if (options.num_logprobs or 0) > self.max_logprobs:
             raise Refused(
                 f"got {options.num_logprobs} most probable tokens, expected at most {self.max_logprobs}",
@@ -89,14 +83,13 @@ class Service:
             raise Refused(
                 f"max_tokens is {max_tokens}, expected at most {self.max_tokens}", param="max_tokens"
             )
-        detokenize = QuietTokenizer(self.tokenizer).decode
         shared: dict[str, Any] = dict(
             sampling=options.sampling(),
             stop_tokens=() if options.ignore_eos else self.tokenizer.stop_tokens,
             namespace=kv.namespace(tenant=options.cache_salt) if options.cache_salt else None,
             num_samples=options.n,
             num_top_logprobs=options.num_logprobs or 0,
-            stop_strings=kv.engine.StopStrings(options.stop, detokenize) if options.stop else None,
+            stop_strings=kv.engine.StopStrings(options.stop, self.tokenizer.decode) if options.stop else None,
         )
         return [
             kv.GenerationRequest(prompt, self._room(prompt, max_tokens, name), id=f"{form.id}-{i}", **shared)
@@ -108,8 +101,12 @@ class Service:
         room = self.max_len + 1 - len(prompt)
         if not prompt:
             raise Refused(f"{name} has no token, expected at least one", param=name)
-        if not all(0 <= token < self.tokenizer.vocab_size for token in prompt):
-            raise Refused(f"{name} has a token that the model lacks: {self.tokenizer.vocab_size} are known")
+        if not 0 <= min(prompt) <= max(prompt) < self.tokenizer.vocab_size:
+            raise Refused(
+                f"{name} has tokens from {min(prompt)} to {max(prompt)}, expected them below "
+                f"{self.tokenizer.vocab_size}",
+                param=name,
+            )
         if room < (max_tokens or 1):
             raise Refused(
                 f"{name} has {len(prompt)} tokens and {max_tokens or 1} are to follow, expected at most "
@@ -125,9 +122,9 @@ class Answer(Response):
 
     def __init__(self, service: Service, channel: Channel, form: Form, options: Options):
         self._service, self._channel, self._form, self._options = service, channel, form, options
-        tokenizer, n = QuietTokenizer(service.tokenizer), options.n
+        n = options.n
         self._first = {request.id: i * n for i, request in enumerate(channel.requests)}
-        self._choices = [Choice(i, tokenizer) for i in range(n * len(channel.requests))]
+        self._choices = [Choice(i, service.tokenizer) for i in range(n * len(channel.requests))]
         self._usage = Usage(sum(len(request.prompt) for request in channel.requests))
         self.background = None
 
@@ -227,10 +224,8 @@ def make_app(service: Service) -> fastapi.FastAPI:
     @app.post("/v1/completions", dependencies=guarded)
     async def completions(request: fastapi.Request) -> Response:
         options = parse(CompletionOptions, await _read_body(request, service.max_body), service.model)
-        prompts = [
-            prompt if isinstance(prompt, list) else service.encode(prompt) for prompt in options.prompts
-        ]
-        form = Form(service.model, QuietTokenizer(service.tokenizer), options.num_logprobs is not None)
+        prompts = await asyncio.to_thread(_encoded, options.prompts, service.tokenizer)
+        form = Form(service.model, service.tokenizer, options.num_logprobs is not None)
         max_tokens = options.max_tokens or _DEFAULT_TOKENS
         return await submit(options, service.requests(options, prompts, max_tokens, "prompt", form), form)
 
@@ -241,10 +236,8 @@ def make_app(service: Service) -> fastapi.FastAPI:
             raise Refused(
                 "the model has no chat template: give the server a --chat-template, or ask /v1/completions"
             )
-        messages = [message.for_template() for message in options.messages]
-        text = service.template.render(messages, **options.chat_template_kwargs)
-        prompt = service.encode(text, is_chat=True)
-        form = ChatForm(service.model, QuietTokenizer(service.tokenizer), options.num_logprobs is not None)
+        prompt = await asyncio.to_thread(_rendered, options, service.template, service.tokenizer)
+        form = ChatForm(service.model, service.tokenizer, options.num_logprobs is not None)
         max_tokens = options.max_completion_tokens or options.max_tokens
         return await submit(options, service.requests(options, [prompt], max_tokens, "messages", form), form)
 
@@ -285,9 +278,21 @@ def make_app(service: Service) -> fastapi.FastAPI:
     return app
 
 
-def _shown(one: Continuation, tokenizer: Tokenizer) -> dict[str, Any]:
+def _encoded(prompts: Sequence[Any], tokenizer: QuietTokenizer) -> list[list[int]]:
+    """Returns the tokens of prompts, which may be tokens."""
+    return [prompt if isinstance(prompt, list) else tokenizer.encode(prompt) for prompt in prompts]
+
+
+def _rendered(options: ChatOptions, template: ChatTemplate, tokenizer: QuietTokenizer) -> list[int]:
+    """Returns the tokens of a chat, whose template says itself what stands in front of the text."""
+    messages = [message.for_template() for message in options.messages]
+    text = template.render(messages, **options.chat_template_kwargs)
+    return tokenizer.encode(text, is_whole=True)
+
+
+def _shown(one: Continuation, tokenizer: QuietTokenizer) -> dict[str, Any]:
     """Describes a continuation for the page."""
-    text = tokenizer.decode([*one.request.prompt.tolist()[-_SHOWN:], *one.tokens][-_SHOWN:])  # type: ignore
+    text = tokenizer.inner.decode([*one.request.prompt.tolist()[-_SHOWN:], *one.tokens][-_SHOWN:])  # type: ignore
     return {
         "id": str(one.request.id),
         "sample": one.sample_id,
