@@ -11,6 +11,7 @@ from typing import Any
 
 import fastapi
 import starlette.exceptions
+import starlette.requests
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
 import kvcache_jax as kv
@@ -305,10 +306,13 @@ def _shown(one: Continuation, tokenizer: QuietTokenizer) -> dict[str, Any]:
 
 async def _read_body(request: fastapi.Request, most: int) -> bytes:
     body = bytearray()
-    async for data in request.stream():
-        body += data
-        if len(body) > most:
-            raise Refused(f"the body has more than {most} bytes, expected at most as many", 413)
+    try:
+        async for data in request.stream():
+            body += data
+            if len(body) > most:
+                raise Refused(f"the body has more than {most} bytes, expected at most as many", 413)
+    except starlette.requests.ClientDisconnect:
+        raise Refused("the client left before its request was whole") from None
     return bytes(body)
 
 
