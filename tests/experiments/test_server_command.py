@@ -1,10 +1,12 @@
-"""The server's command and its chat templates: what they take, and what they refuse in one line."""
+"""The server without a model: its command, chat templates, and an engine that fails for good."""
 
+import asyncio
 import json
 import socket
 
 import pytest
 
+import kvcache_jax as kv
 from models import checkpoint
 from models.tokenizer import ByteTokenizer
 from tests.experiments import tiny
@@ -13,7 +15,7 @@ for package in ("fastapi", "jinja2", "uvicorn"):
     pytest.importorskip(package)
 
 from experiments.server import __main__ as command  # noqa: E402
-from experiments.server import chat_template, protocol  # noqa: E402
+from experiments.server import chat_template, engine_thread, protocol  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -64,3 +66,41 @@ def test_the_command_refuses_a_port_in_use_and_a_model_without_a_tokenizer(folde
         command.main(["--checkpoint", str(tmp_path / "small"), "--port", "0"])
     error = capsys.readouterr().err
     assert ended.value.code == 2 and "no tokenizer.json" in error and len(error.splitlines()) == 1
+
+
+def test_an_engine_that_fails_for_good_ends_all_requests_and_says_so():
+    class Broken:
+        """An engine that takes one request, and fails."""
+
+        num_unfinished = 0
+
+        def push(self, requests):
+            self.num_unfinished = 1
+            return len(requests)
+
+        def drain(self):
+            raise kv.engine.EngineFailed("a failure that is made up")
+
+        def reset(self):
+            pass
+
+        def take_events(self):
+            return []
+
+        def metrics(self):
+            return {}
+
+    thread = engine_thread.EngineThread(Broken())
+
+    async def serve():
+        channel = engine_thread.Channel(thread, [kv.GenerationRequest([1], 2, id="a")])
+        await thread.submit(channel)
+        with pytest.raises(engine_thread.Stopped, match="the engine failed: a failure that is made up"):
+            async for _ in channel.events():
+                pass
+        with pytest.raises(engine_thread.Stopped):
+            await thread.metrics()
+
+    thread.start()
+    asyncio.run(serve())
+    thread.close()
