@@ -28,22 +28,18 @@ def main(arguments: list[str] | None = None) -> int:
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         parser.error(f"the server needs {', '.join(missing)}: pip install 'kvcache_jax[server]'")
-    import uvicorn
-
-    from experiments.server.app import make_app
+    from experiments.server.app import Server
     from models.checkpoint import CheckpointError
 
     try:
         with bound(options.host, options.port) as listening:
             service = make_service(options)
-            config = uvicorn.Config(
-                make_app(service), log_level="warning", ws="none", timeout_graceful_shutdown=5
-            )
-            listening.listen(config.backlog)
+            server = Server(service)
+            listening.listen(server.config.backlog)
             host, port = listening.getsockname()[:2]
             host = f"[{host}]" if ":" in host else host
             print(f"serving {service.model} at http://{host}:{port}", flush=True)
-            uvicorn.Server(config).run([listening])
+            server.run([listening])
     except (InputError, CheckpointError) as error:
         parser.error(str(error))
     return 0

@@ -12,6 +12,7 @@ from typing import Any
 import fastapi
 import starlette.exceptions
 import starlette.requests
+import uvicorn
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
 import kvcache_jax as kv
@@ -184,6 +185,24 @@ class Answer(Response):
         message = {"type": "http.response.body", "body": data, "more_body": event is not None}
         async with asyncio.timeout(self._service.send_s):
             await send(message)
+
+
+class Server(uvicorn.Server):
+    """A server on an address that is taken; what is asked to end ends its streams first.
+
+    Args:
+      service: What is served.
+    """
+
+    def __init__(self, service: Service):
+        super().__init__(
+            uvicorn.Config(make_app(service), log_level="warning", ws="none", timeout_graceful_shutdown=5)
+        )
+        self._service = service
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        self._service.thread.stop()
+        super().handle_exit(sig, frame)
 
 
 def make_app(service: Service) -> fastapi.FastAPI:

@@ -126,11 +126,15 @@ class EngineThread:
         """Starts the thread."""
         self._thread.start()
 
-    def close(self) -> None:
-        """Ends the thread, and all requests with it."""
+    def stop(self) -> None:
+        """Tells the thread to end, and all requests with it; waits for nothing."""
         with self._came:
             self._end = self._end or "the server ends"
             self._came.notify()
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self.stop()
         self._thread.join()
 
     async def ask(self, function: Callable[[], Any]) -> Any:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import http.client
 import json
+import signal
 import socket
 import threading
 import time
@@ -18,9 +19,8 @@ from models import decoder as models
 from models.tokenizer import ByteTokenizer
 from tests.experiments import tiny
 
-for package in ("fastapi", "jinja2"):
+for package in ("fastapi", "jinja2", "uvicorn"):
     pytest.importorskip(package)
-uvicorn = pytest.importorskip("uvicorn")
 
 from experiments.server import __main__ as command  # noqa: E402
 from experiments.server import answers, app, engine_thread, protocol  # noqa: E402
@@ -44,15 +44,22 @@ def service(folder):
     options += ["--max-body", "20000", "--block-size", str(BLOCK_SIZE), "--chat-template", "plain"]
     service = command.make_service(command.make_parser().parse_args(options), send_s=5.0)
     with command.bound("127.0.0.1", 0) as listening:
-        server = uvicorn.Server(uvicorn.Config(app.make_app(service), log_level="error", ws="none"))
+        server = app.Server(service)
         thread = threading.Thread(target=server.run, args=([listening],))
         listening.listen(512)
         thread.start()
         service.__dict__["port"] = listening.getsockname()[1]
         yield service
-        server.should_exit = True
+        connection, answer = opened(
+            service, "/v1/completions", {"prompt": TEXT, "max_tokens": 900, "n": 128, "stream": True}
+        )
+        answer.readline()
+        server.handle_exit(signal.SIGINT, None)
+        with contextlib.closing(connection):
+            *_, last, done = [line for line in answer.read().decode().split("\n\n") if line]
+        assert "the server ends" in last and done == "data: [DONE]"
         thread.join(DEADLINE)
-        assert not thread.is_alive() and service.thread.end == "the server ends"
+        assert not thread.is_alive()
 
 
 def opened(service, path, body=None, key=KEY):
@@ -272,8 +279,9 @@ LONG = "x" * (MAX_LEN + 1)
 )
 def test_bad_input_is_one_sentence_in_the_form_of_openai(service, path, body, status, said):
     found, answer = ask(service, f"/v1/{path}", body)
+    assert found == status, answer
     error = answer["error"]
-    assert found == status and {*error} == {"message", "type", "param", "code"}
+    assert {*error} == {"message", "type", "param", "code"}
     assert said in error["message"] and "\n" not in error["message"]
 
 

@@ -72,14 +72,17 @@ def test_an_engine_that_fails_for_good_ends_all_requests_and_says_so():
     class Broken:
         """An engine that takes one request, and fails."""
 
-        num_unfinished = 0
+        num_unfinished = num_drains = 0
 
         def push(self, requests):
             self.num_unfinished = 1
             return len(requests)
 
         def drain(self):
-            raise kv.engine.EngineFailed("a failure that is made up")
+            self.num_drains += 1
+            if self.num_drains > 10:
+                raise RuntimeError("tried too often")
+            raise kv.engine.EngineFailed(f"failure {self.num_drains}")
 
         def reset(self):
             pass
@@ -95,7 +98,7 @@ def test_an_engine_that_fails_for_good_ends_all_requests_and_says_so():
     async def serve():
         channel = engine_thread.Channel(thread, [kv.GenerationRequest([1], 2, id="a")])
         await thread.submit(channel)
-        with pytest.raises(engine_thread.Stopped, match="the engine failed: a failure that is made up"):
+        with pytest.raises(engine_thread.Stopped, match="the engine failed: failure 3"):
             async for _ in channel.events():
                 pass
         with pytest.raises(engine_thread.Stopped):

@@ -166,6 +166,9 @@ def main(arguments: list[str] | None = None) -> int:
         ask(url)
         if not options.no_browser:
             look(url, browser)
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        left_open = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=900, n=2, stream=True)
+        next(iter(left_open))
     finally:
         server.send_signal(signal.SIGINT)
         _, errors = server.communicate(timeout=30)
