@@ -26,7 +26,7 @@ from experiments.server import __main__ as command  # noqa: E402
 from experiments.server import answers, app, engine_thread, protocol  # noqa: E402
 
 MODEL, KEY, STOP = "tiny", "a key", 10
-ROWS, QUEUE, BLOCK_SIZE, MAX_LEN = 4, 256, 16, 1024
+ROWS, QUEUE, BLOCK_SIZE, MAX_LEN = 4, 256, 16, 4096
 DEADLINE = 60.0
 TEXT = "The quick brown fox jumps over the lazy dog, and then it sleeps. "
 
@@ -330,7 +330,7 @@ def test_a_client_that_leaves_ends_its_request(service, stream):
         return float(lines[0].split()[-1]) if lines else 0.0
 
     before = num_cancelled()
-    body = {"model": MODEL, "prompt": TEXT, "max_tokens": 900, "n": 2, "ignore_eos": True, "stream": stream}
+    body = {"model": MODEL, "prompt": TEXT, "max_tokens": 4000, "n": 2, "ignore_eos": True, "stream": stream}
     connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=DEADLINE)
     connection.request("POST", "/v1/completions", json.dumps(body), {"authorization": f"Bearer {KEY}"})
     wait_for(lambda: len(ask(service, "/state")[1]["rows"]) == 2)
@@ -359,7 +359,7 @@ def test_a_client_that_leaves_within_its_body_is_no_error(service, caplog):
 
 
 def test_a_full_queue_is_429_and_takes_all_prompts_or_none(service):
-    body = {"prompt": TEXT, "max_tokens": 900, "n": 128, "ignore_eos": True, "stream": True}
+    body = {"prompt": TEXT, "max_tokens": 4000, "n": 128, "ignore_eos": True, "stream": True}
     held = [opened(service, "/v1/completions", body) for _ in range(2)]
     assert [answer.status for _, answer in held] == [200, 200]
     status, answer = ask(service, "/v1/completions", {"prompt": ["a"] * (ROWS + 1)})
