@@ -1,7 +1,6 @@
 """Admission of requests on the device, and the preemption that makes room for rows that run."""
 
 import dataclasses
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,135 +15,128 @@ from kvcache_jax.arrays.masked_updates import (
     rank_true,
     set_at,
 )
+from kvcache_jax.blocks import block_pool
 from kvcache_jax.core.config import CacheConfig
-from kvcache_jax.core.state import Control
+from kvcache_jax.core.state import Cache, Control
 from kvcache_jax.engine.options import Options
 from kvcache_jax.engine.order import (
-    first_of,
+    charged,
     is_parent_pending,
-    metadata,
-    num_cached_of,
-    prompts_of,
+    look_up,
+    next_waiting,
     rows_in_order,
     waits,
 )
-from kvcache_jax.engine.policies import INPUT_WEIGHT, keys_of, policies
 from kvcache_jax.engine.state import EngineState, Phase, count
-from kvcache_jax.operations.allocate import Hits, Prompts, allocate_rows, find_hits, required_blocks
+from kvcache_jax.operations.allocate import Hits, Prompts, allocate_rows, required_blocks
 from kvcache_jax.operations.fork import fork_rows
 from kvcache_jax.operations.free import free_rows
 from kvcache_jax.operations.reserve import needs, num_available
 
 
-class _Admitting(NamedTuple):
-    """The carry of the loop over candidates; `is_passed` bool[R] are those that wait for another's blocks."""
-
-    state: EngineState
-    is_passed: jax.Array
-    num_looks: jax.Array
-    goes_on: jax.Array
-
-
 def admit(state: EngineState, options: Options) -> EngineState:
-    """Admits waiting requests, at most `options.most_admissions` looks."""
-    looks_up = policies.find(options.policy).options["looks_up"]
-    cached = num_cached_of(state) if looks_up else None
-    pools, kept = state.cache.pools, state.cache.kept
+    """Admits the first waiting requests of the policy's order, as far as there are rows and blocks.
 
-    def look(loop: _Admitting) -> _Admitting:
-        state = loop.state
-        keys = keys_of(options.policy, metadata(state, options, cached))
-        slot = first_of(keys, waits(state) & ~loop.is_passed)
-        row = first_true(~state.cache.is_active)
-        is_one = (slot < state.requests.num_slots) & (row < state.cache.max_seqs)
-        prompts = prompts_of(state, slot[None])
-        hits = find_hits(state.cache.control, prompts, state.cache.config)
-        # A request that waits for another's blocks is passed; one that does not fit ends the admissions.
-        is_waiting = is_one & _shares_what_is_computed(state, prompts, hits) & prompts.reuse[0]
-        is_admitted = is_one & ~is_waiting & _fits(state, prompts, hits, options)
-        admitted = jnp.where(is_admitted, slot, state.requests.num_slots)
-        state = _start(state, admitted, row, prompts, hits, options)
-        return _Admitting(
-            state,
-            loop.is_passed | (is_waiting & (jnp.arange(loop.is_passed.size, dtype=jnp.int32) == slot)),
-            loop.num_looks + 1,
-            is_admitted | is_waiting,
-        )
-
-    def goes_on(loop: _Admitting) -> jax.Array:
-        return loop.goes_on & (loop.num_looks < options.most_admissions)
-
-    # Without the pools, which nothing here reads.
-    state = dataclasses.replace(state, cache=dataclasses.replace(state.cache, pools=(), kept=None))
-    start = _Admitting(state, jnp.zeros(state.phase.shape, bool), jnp.int32(0), waits(state).any())
-    loop = lax.while_loop(goes_on, look, start)
-    cache = dataclasses.replace(loop.state.cache, pools=pools, kept=kept)
-    cache = cache.config.keeper.settle(cache)
-    # Looks ran out, or requests were passed: in both cases a later step has to look again.
-    return dataclasses.replace(loop.state, cache=cache, may_admit=loop.goes_on | loop.is_passed.any())
-
-
-def _fits(state: EngineState, prompts: Prompts, hits: Hits, options: Options) -> jax.Array:
-    """Tests whether there are blocks for one more request, bool[]."""
-    cache = state.cache
-    required = jnp.concatenate(required_blocks(cache.control, prompts, hits, cache.config))
+    All are looked up before any is admitted. One that lacks a block which a row is to compute is passed, and
+    waits for it; the first for which there are no blocks ends the admissions.
+    """
+    cache, num_slots = state.cache, state.requests.num_slots
+    slots = next_waiting(state, options, min(options.most_admissions, cache.max_seqs, num_slots))
+    prompts, hits = look_up(state, slots)
+    is_computed = _is_computed(state, slots, prompts, hits)
+    required = jnp.stack(required_blocks(cache.control, prompts, hits, cache.config))
     wanted = (state.num_to_compute > 0).astype(jnp.int32)
     growth = jnp.sum(needs(cache.control, wanted, cache.config).num_blocks, axis=1, dtype=jnp.int32)
-    # The watermark does not bind while no row runs, or a large request would wait for ever.
-    held_back = jnp.where(state.is_running.any(), jnp.array(options.num_reserved(cache), jnp.int32), 0)
-    return (required + growth + held_back <= num_available(cache.control)).all()
+    available, is_running = num_available(cache.control) - growth, state.is_running.any()
+    num_reserved = jnp.array(options.num_reserved(cache), jnp.int32)
+    num_idle = num_true(~cache.is_active)
+    is_admitted = is_passed = jnp.zeros(slots.shape, bool)
+    goes_on = jnp.bool_(True)
+    for i in range(slots.size):
+        goes_on &= (slots[i] < num_slots) & (num_true(is_admitted) < num_idle)
+        is_owner = jnp.append(jnp.ones(cache.max_seqs, bool), is_admitted)
+        passes = (is_computed[:, i] & is_owner).any()
+        num_blocks = required[:, i] - _num_revived(cache.control, hits, i, is_admitted)
+        # The watermark does not bind while no row runs, or a large request would wait for ever.
+        held_back = jnp.where(is_running | is_admitted.any(), num_reserved, 0)
+        fits = (num_blocks + held_back <= available).all()
+        is_passed = is_passed.at[i].set(goes_on & passes)
+        goes_on &= passes | fits
+        is_admitted = is_admitted.at[i].set(goes_on & ~passes)
+        available -= jnp.where(is_admitted[i], num_blocks, 0)
+    state = _start(state, jnp.where(is_admitted, slots, num_slots), prompts, hits)
+    cache = state.cache.config.keeper.settle(state.cache)
+    # There may be more to admit, or some were passed: in both cases a later step has to look again.
+    return dataclasses.replace(state, cache=cache, may_admit=goes_on | is_passed.any())
 
 
-def _shares_what_is_computed(state: EngineState, prompts: Prompts, hits: Hits) -> jax.Array:
-    """Tests whether a running row computes a block of the one prompt that is not published yet, bool[]."""
-    cache, config = state.cache, state.cache.config
+def _is_computed(state: EngineState, slots: jax.Array, prompts: Prompts, hits: Hits) -> jax.Array:
+    """Tests which owners are to compute and publish a block that a candidate lacks: bool[max_seqs + n, n].
+
+    Owners are the rows, and then the candidates themselves, each for those after it.
+    """
+    cache, num = state.cache, slots.shape[0]
     if cache.control.prefix_index is None:
-        return jnp.bool_(False)
-    length = state.row_length
-    prompt_len = get_at(state.requests.prompt_len, state.row_request, 0)
-    is_computing = state.is_running & state.may_publish
-    is_computing &= cache.context_len < jnp.maximum(prompt_len, length - 1)
-    is_computing &= (cache.control.namespace == prompts.namespace).all(axis=1)
+        return jnp.zeros((cache.max_seqs + num, num), bool)
+    owners = jnp.append(jnp.where(state.may_publish, state.row_request, state.requests.num_slots), slots)
+    length, num_known = get_at(state.length, owners, 0), jnp.append(cache.context_len, hits.num_tokens)
+    is_computing = num_known < jnp.maximum(get_at(state.requests.prompt_len, owners, 0), length - 1)
+    order = jnp.arange(num, dtype=jnp.int32)
+    is_before = (order[:, None] < order[None]) & (num_true(~cache.is_active) > 1)
+    is_before = jnp.concatenate([jnp.ones((cache.max_seqs, num), bool), is_before])
+    namespace = jnp.concatenate([cache.control.namespace, prompts.namespace])
+    may_share = (namespace[:, None] == prompts.namespace[None]).all(axis=-1)
+    may_share &= is_before & is_computing[:, None]
+    may_share &= (prompts.reuse & (slots < state.requests.num_slots))[None]
 
-    def shares() -> jax.Array:
-        tokens, mine = state.row_tokens, prompts.tokens
-        assert mine is not None
-        num_common = first_true(tokens != mine)
+    def compare() -> jax.Array:
+        tokens = state.tokens_of(owners)
+        num_common = first_true(tokens[:, None] != tokens[None, cache.max_seqs :])
         # A row computes the last token of its prompt itself: a block that ends with it is no reason to wait.
-        num_common = jnp.minimum(num_common, jnp.minimum(length, prompts.num_tokens - 1))
-        block_size = config.groups[config.indexed_group].block_size
-        num_blocks = jnp.where(is_computing, quotient(jnp.maximum(num_common, 0), block_size), 0)
-        return (num_blocks > quotient(hits.num_tokens, block_size)).any()
+        num_common = jnp.minimum(num_common, jnp.minimum(length[:, None], prompts.num_tokens[None] - 1))
+        block_size = cache.config.groups[cache.config.indexed_group].block_size
+        num_blocks = quotient(jnp.maximum(num_common, 0), block_size)
+        return may_share & (num_blocks > quotient(hits.num_tokens, block_size)[None])
 
-    return lax.cond(is_computing.any(), shares, lambda: jnp.bool_(False))
+    return lax.cond(may_share.any(), compare, lambda: jnp.zeros_like(may_share))
 
 
-def _start(
-    state: EngineState, slot: jax.Array, row: jax.Array, prompts: Prompts, hits: Hits, options: Options
-) -> EngineState:
-    """Starts request `slot` i32[] in `row` i32[]; the slot R is none."""
-    requests, max_seqs = state.requests, state.cache.max_seqs
-    row = jnp.where(slot < requests.num_slots, row, max_seqs)
-    control, admission = allocate_rows(
-        state.cache.control, row[None], prompts, hits, config=state.cache.config
+def _num_revived(control: Control, hits: Hits, i: int, is_admitted: jax.Array) -> jax.Array:
+    """Counts the hits of candidate `i` that no row holds, but an admitted candidate will, per group."""
+    return jnp.stack(
+        [
+            num_true(
+                block_pool.has_no_owner(pool.ref_count, ids[i])
+                & (is_admitted[:, None] & (ids == ids[i][None])).any(axis=0)
+            )
+            for pool, ids in zip(control.block_pools, hits.block_ids, strict=True)
+        ]
     )
-    is_first = get_at(state.num_preemptions, slot, 1) == 0
-    client = jnp.where(is_first, get_at(requests.client, slot, 0), state.service.shape[0])
-    # Earlier requests that still wait were bypassed; policies bound how often that may happen.
-    is_passed = waits(state) & (requests.uid < get_at(requests.uid, slot, -1))
+
+
+def _start(state: EngineState, slots: jax.Array, prompts: Prompts, hits: Hits) -> EngineState:
+    """Starts requests `slots` i32[n], for which there are rows and blocks; the slot R is none."""
+    cache, is_admitted = state.cache, slots < state.requests.num_slots
+    rows = jnp.where(is_admitted, get_at(idle_rows(cache), rank_true(is_admitted)[0]), cache.max_seqs)
+    control, admission = allocate_rows(cache.control, rows, prompts, hits, config=cache.config)
+    # A request that comes back finds its own blocks, which says nothing of its prompt.
+    told = jnp.where(get_at(state.num_preemptions, slots, 1) == 0, slots, state.requests.num_slots)
     state = state.with_control(
         control,
-        phase=set_at(state.phase, slot, Phase.RUNNING),
-        row_request=set_at(state.row_request, row, slot),
-        may_publish=set_at(state.may_publish, row, True),
-        num_bypassed=state.num_bypassed + is_passed.astype(jnp.int32),
-        # A request that comes back finds its own blocks, which says nothing of its prompt.
-        num_cached=set_at(
-            state.num_cached, jnp.where(is_first, slot, requests.num_slots), admission.num_cached[0]
-        ),
-        service=add_at(state.service, client, INPUT_WEIGHT * get_at(requests.prompt_len, slot, 0)),
+        phase=set_at(state.phase, slots, Phase.RUNNING),
+        row_request=set_at(state.row_request, rows, slots),
+        may_publish=set_at(state.may_publish, rows, True),
+        num_cached=set_at(state.num_cached, told, admission.num_cached),
     )
-    return count(state, admissions=(row < max_seqs)[None], cached_tokens=admission.num_cached[0])
+    num_cached = jnp.sum(admission.num_cached, dtype=jnp.int32)
+    return count(charged(state, slots, waits(state)), admissions=is_admitted, cached_tokens=num_cached)
+
+
+def idle_rows(cache: Cache) -> jax.Array:
+    """Lists the rows without a sequence, i32[max_seqs], the first one first; `max_seqs` past their number."""
+    nth, _ = rank_true(~cache.is_active)
+    rows = jnp.arange(cache.max_seqs, dtype=jnp.int32)
+    return set_at(jnp.full_like(rows, rows.size), jnp.where(cache.is_active, rows.size, nth), rows)
 
 
 def fork_samples(state: EngineState) -> EngineState:
@@ -166,10 +158,8 @@ def fork_samples(state: EngineState) -> EngineState:
     growth = jnp.sum(needs(cache.control, wanted, cache.config).num_blocks, axis=1, dtype=jnp.int32)
     most = jnp.min(num_available(cache.control) - growth)  # each soon wants a block
     nth_sample, _ = rank_true(is_sample)
-    nth_row, num_rows = rank_true(~cache.is_active)
-    is_sample &= (nth_sample < num_rows) & (nth_sample < most)
-    row_of_rank = set_at(jnp.full_like(rows, max_seqs), jnp.where(cache.is_active, max_seqs, nth_row), rows)
-    row = jnp.where(is_sample, get_at(row_of_rank, nth_sample, max_seqs), max_seqs)
+    is_sample &= (nth_sample < num_true(~cache.is_active)) & (nth_sample < most)
+    row = jnp.where(is_sample, get_at(idle_rows(cache), nth_sample, max_seqs), max_seqs)
     slots = jnp.arange(num_slots, dtype=jnp.int32)
     # Entries by row: a fork has one source and one destination.
     src = set_at(jnp.full_like(rows, max_seqs), row, source)

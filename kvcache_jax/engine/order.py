@@ -1,17 +1,20 @@
 """RequestArrays in the order of a policy."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvcache_jax.arrays.masked_updates import first_true, get_at, set_at
+from kvcache_jax.arrays.masked_updates import add_at, first_true, get_at, set_at
 from kvcache_jax.engine.options import Options
-from kvcache_jax.engine.policies import RequestMetadata, keys_of
+from kvcache_jax.engine.policies import INPUT_WEIGHT, RequestMetadata, keys_of, policies
 from kvcache_jax.engine.state import EngineState, Phase
-from kvcache_jax.operations.allocate import Prompts, find_hits
+from kvcache_jax.operations.allocate import Hits, Prompts, find_hits
 
 _MOST_LOOKED_UP = 16
 """Waiting requests that a policy knows the cached prefix of; the others keep the order of arrival."""
+_FEW_TOKENS = 512
 _LAST = jnp.iinfo(jnp.int32).max
 
 
@@ -38,6 +41,34 @@ def first_of(keys: tuple[jax.Array, ...], mask: jax.Array) -> jax.Array:
     for key in keys:
         mask &= key == jnp.min(jnp.where(mask, key, _LAST))
     return first_true(mask)
+
+
+def next_waiting(state: EngineState, options: Options, num: int) -> jax.Array:
+    """Finds the requests to admit next, i32[num] slots, each as if those before it had been; R for none."""
+    num_cached = num_cached_of(state) if policies.find(options.policy).options["looks_up"] else None
+    slots, is_left = [], waits(state)
+    for _ in range(num):
+        slot = first_of(keys_of(options.policy, metadata(state, options, num_cached)), is_left)
+        is_left &= jnp.arange(is_left.size, dtype=jnp.int32) != slot
+        state = charged(state, slot[None], is_left)
+        slots.append(slot)
+    return jnp.stack(slots)
+
+
+def charged(state: EngineState, slots: jax.Array, is_waiting: jax.Array) -> EngineState:
+    """Charges the clients of requests `slots` i32[n] for their prompts, and those bool[R] that still wait.
+
+    Policies bound how often later requests may go before one.
+    """
+    requests = state.requests
+    is_first = get_at(state.num_preemptions, slots, 1) == 0
+    client = jnp.where(is_first, get_at(requests.client, slots, 0), state.service.shape[0])
+    is_bypassed = is_waiting[None] & (requests.uid[None] < get_at(requests.uid, slots, -1)[:, None])
+    return dataclasses.replace(
+        state,
+        num_bypassed=state.num_bypassed + jnp.sum(is_bypassed, axis=0, dtype=jnp.int32),
+        service=add_at(state.service, client, INPUT_WEIGHT * get_at(requests.prompt_len, slots, 0)),
+    )
 
 
 def rows_in_order(state: EngineState, options: Options) -> jax.Array:
@@ -67,6 +98,20 @@ def prompts_of(state: EngineState, slots: jax.Array) -> Prompts:
     )
 
 
+def look_up(state: EngineState, slots: jax.Array) -> tuple[Prompts, Hits]:
+    """Looks requests `slots` i32[n] up; where all have few tokens, no row's whole length is hashed."""
+    prompts, cache = prompts_of(state, slots), state.cache
+    if prompts.tokens is None or cache.config.max_seq_len < 2 * _FEW_TOKENS:
+        return prompts, find_hits(cache.control, prompts, cache.config)
+    few = prompts._replace(tokens=prompts.tokens[:, :_FEW_TOKENS])
+    hits = lax.cond(
+        (prompts.num_tokens <= _FEW_TOKENS).all(),
+        lambda: find_hits(cache.control, few, cache.config),
+        lambda: find_hits(cache.control, prompts, cache.config),
+    )
+    return prompts, hits
+
+
 def waits(state: EngineState) -> jax.Array:
     """Masks the requests that could be admitted, bool[R]: none that will be forked from its parent."""
     requests = state.requests
@@ -91,5 +136,5 @@ def num_cached_of(state: EngineState) -> jax.Array:
     age = jnp.where(waits(state), -state.requests.uid, -_LAST)
     _, slots = lax.top_k(age, min(_MOST_LOOKED_UP, age.shape[0]))
     slots = jnp.where(get_at(age, slots) > -_LAST, slots, age.shape[0]).astype(jnp.int32)
-    found = find_hits(state.cache.control, prompts_of(state, slots), state.cache.config)
+    _, found = look_up(state, slots)
     return set_at(num_cached, slots, found.num_tokens)

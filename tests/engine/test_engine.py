@@ -381,6 +381,15 @@ def test_those_that_wait_for_blocks_are_passed_by_others():
     expect(said, [*copies, other])
 
 
+def test_the_first_that_does_not_fit_is_not_overtaken():
+    """Of 11 blocks the first takes 8: the second lacks three, the third needs one."""
+    engine = make_engine()
+    requests = [ask([2] * 30, 2, "large"), ask([3] * 24, 2, "second"), ask([4] * 3, 2, "small")]
+    said = collect(engine, requests)
+    assert [name for name, _ in said] == ["large", "second", "small"]
+    expect(said, requests)
+
+
 @pytest.mark.parametrize("namespace", [None, kv.namespace(tenant="b")])
 def test_only_those_of_one_namespace_wait_for_each_other(namespace):
     engine = make_engine()
