@@ -7,6 +7,7 @@ the key of the block before.
 
 import hashlib
 import json
+import math
 import struct
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -208,7 +209,7 @@ def unpack_block(
         raise BadValueError("of other tokens")
     arrays, start = {}, 0
     for array, dtype, shape in specs:
-        size = jnp.dtype(dtype).itemsize * int(np.prod(shape))
+        size = jnp.dtype(dtype).itemsize * math.prod(shape)
         if start + size > len(rest):
             raise BadValueError("another length than its arrays")
         arrays[array] = np.frombuffer(rest[start : start + size], jnp.dtype(dtype)).reshape(shape)
