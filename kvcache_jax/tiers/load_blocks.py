@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from kvcache_jax.tiers.catalogue import Questions, StoreReport, read_entries, re
 from kvcache_jax.tiers.host import Host
 from kvcache_jax.tiers.host_operations import prefetch
 from kvcache_jax.tiers.hosted import capacity, tier_of
-from kvcache_jax.tiers.published import Entry, Published, published_blocks, read_blocks
+from kvcache_jax.tiers.published import Entry, Keyed, NamedBlocks, keyed_by, read_blocks
 from kvcache_jax.tiers.save_blocks import (
     batch_size,
     checked_weights,
@@ -99,25 +99,50 @@ def load(
         names = read_namespaces(questions, weights, config_digest(cache.config))
     scopes = scopes_of(cache, weights, names)
     texts = [token_arguments.host_tokens("prompts", prompt).tolist() for prompt in prompts or ()]
-    cache = _on_device(cache, texts, names)
-    held = list(published_blocks(read_blocks(cache), cache.config.indexed_group, scopes, 0))
-    loading = _Loading(cache, questions, held)
-    if prompts is not None:
-        keys = {entry.key for block in held for entry in block.entries}
-        num_slots = slots_of(cache)
-        found = [
-            entries_of(text, scopes[names[0]], cache.config, num_slots, questions, keys) for text in texts
-        ]
-        entries = {entry.key: (entry, scopes[names[0]]) for some in found for entry in some}
+    cache = on_device(cache, texts, names[0] if names else "")
+    named: NamedBlocks[Keyed] = NamedBlocks()
+    named.update(read_blocks(cache), keyed_by(scopes, cache.config.indexed_group))
+    held = dict(filter(None, named.names))
+    if prompts is None:
+        found = [(entry, scope) for scope in scopes.values() for entry in read_entries(questions, scope)]
     else:
-        entries = {
-            entry.key: (entry, scope) for scope in scopes.values() for entry in read_entries(questions, scope)
-        }
-    loading.publish(loading.plan(entries, may_evict=prompts is not None))
-    return loading.cache, questions.report(num_loaded=loading.num_loaded)
+        scope, num_slots = scopes[names[0]], slots_of(cache)
+        found = [
+            (entry, scope)
+            for text in texts
+            for entry in entries_of(text, scope, cache.config, num_slots, questions, held)
+        ]
+    cache, num_loaded, _ = load_entries(cache, questions, found, held, may_evict=prompts is not None)
+    return cache, questions.report(num_loaded=num_loaded)
 
 
-def _on_device(cache: Cache, texts: Sequence[Sequence[int]], names: Sequence[str]) -> Cache:
+def load_entries(
+    cache: Cache,
+    questions: Questions,
+    found: Iterable[tuple[Entry, Scope]],
+    held: Mapping[str, BlockName],
+    *,
+    may_evict: bool,
+) -> tuple[Cache, int, Mapping[str, BlockName]]:
+    """Publishes blocks that a store lists, as `load` does.
+
+    Args:
+      cache: Donated.
+      questions: To the store.
+      found: Each with its scope.
+      held: By key the names of the blocks that the cache has, of the group that prefixes are found by.
+      may_evict: Whether cached blocks make room.
+
+    Returns:
+      The cache, how many blocks were loaded, and what the cache has now.
+    """
+    loading = _Loading(cache, questions, held)
+    entries = {entry.key: (entry, scope) for entry, scope in found}
+    loading.publish(loading.plan(entries, may_evict))
+    return loading.cache, loading.num_loaded, loading.names
+
+
+def on_device(cache: Cache, texts: Sequence[Sequence[int]], namespace: str) -> Cache:
     """Promotes what the host has of prompts, so that blocks which continue it can be published."""
     cache = cache.config.keeper.settle(cache)
     if isinstance(cache.config.keeper, Host):
@@ -125,7 +150,7 @@ def _on_device(cache: Cache, texts: Sequence[Sequence[int]], names: Sequence[str
         for text in texts:
             tokens = np.zeros((1, width), np.int32)
             tokens[0, : len(text)] = text[:width]
-            words = np.frombuffer(bytes.fromhex(names[0]), "<u4").astype(np.uint32)
+            words = np.frombuffer(bytes.fromhex(namespace), "<u4").astype(np.uint32)
             cache, _ = prefetch(cache, tokens, [min(len(text), width)], words)
     return cache.config.keeper.settle(cache)
 
@@ -141,11 +166,11 @@ class _Planned(NamedTuple):
 class _Loading:
     """A cache into which blocks are loaded."""
 
-    def __init__(self, cache: Cache, questions: Questions, held: Sequence[Published]):
+    def __init__(self, cache: Cache, questions: Questions, held: Mapping[str, BlockName]):
         config = cache.config
         self.cache, self.num_loaded, self._size = cache, 0, batch_size(cache)
         self._questions, self._group_id = questions, config.indexed_group
-        self._names = {block.entries[0].key: block.names[0] for block in held}  # of blocks that are there
+        self.names = dict(held)  # of blocks that are there
         self._specs = [array_specs(config, g) for g in range(len(config.groups))]
         self._forms = jax.eval_shape(export_blocks, cache, jax.ShapeDtypeStruct((self._size,), jnp.int32))
         self._pending: tuple[dict[int, tuple[str, int]], Any] = {}, np.zeros(0, np.int32)
@@ -170,7 +195,7 @@ class _Loading:
         linked: dict[str, list[Entry]] = collections.defaultdict(list)
         chosen: dict[str, Entry] = {}
         for entry in by_age:
-            if entry.group_id == self._group_id and entry.key not in self._names and entry.key not in chosen:
+            if entry.group_id == self._group_id and entry.key not in self.names and entry.key not in chosen:
                 path = self._path(entry, entries, chosen)
                 if path is None:
                     self._questions.drop("the block before it is missing")
@@ -252,7 +277,7 @@ class _Loading:
         counts: dict[int, tuple[str, int]] = {}
         for row, planned in enumerate(batch):
             entry = planned.entry
-            if entry.anchor and entry.anchor not in self._names:
+            if entry.anchor and entry.anchor not in self.names:
                 self._questions.drop("the block before it is dropped", 1 + len(planned.linked))
                 continue
             name = self._verified(entry.key, found, spoilt)
@@ -263,7 +288,7 @@ class _Loading:
                 if planned.linked:
                     self._questions.drop("the block that it is linked to is dropped", len(planned.linked))
                 continue
-            self._names[entry.key] = name
+            self.names[entry.key] = name
             others = [(each, self._verified(each.key, found, spoilt)) for each in planned.linked]
             held = [each for each, other in others if other is not None and other.tokens == name.tokens]
             contents.name(row, self._text_of(entry.key), planned.scope.namespace, [entry, *held])
@@ -283,7 +308,7 @@ class _Loading:
                 self.num_loaded += num_blocks
             else:
                 self._questions.drop(Status(codes[row]).name, num_blocks)
-                del self._names[key]
+                del self.names[key]
         self._pending = {}, np.zeros(0, np.int32)
 
     def _verified(self, key: str, found: _Verified, spoilt: list[str]) -> BlockName | None:
@@ -302,7 +327,7 @@ class _Loading:
         path = []
         while True:
             path.append(entry)
-            if not entry.anchor or entry.anchor in known or entry.anchor in self._names:
+            if not entry.anchor or entry.anchor in known or entry.anchor in self.names:
                 return path
             # The list may be anything, such as a circle.
             if entry.anchor not in entries or len(path) > len(entries):
@@ -317,8 +342,8 @@ class _Loading:
         """Puts the tokens up to a block's end together."""
         parts, at = [], key
         while at and at != self._text[0]:
-            parts.append(np.array(self._names[at].tokens, np.int32))
-            at = self._names[at].parent
+            parts.append(np.array(self.names[at].tokens, np.int32))
+            at = self.names[at].parent
         before = [self._text[1]] if at else []
         self._text = key, np.concatenate([*before, *reversed(parts)])
         return self._text[1]
