@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 import kvcache_jax as kv
-from kvcache_jax.core.attachment import Attachment
-from kvcache_jax.engine import Counter
+from kvcache_jax.engine import Attachment, Counter
 from tests.engine.exact_engine import SIZES, ask, expect
 from tests.engine.exact_model import check_idle, config, forward, make_params, note, random_request
 from tests.tiers.lying_store import LyingStore
