@@ -1,6 +1,6 @@
 """A store beside a loop on the host, which never waits for it: one thread writes to it and reads from it."""
 
-import collections
+import itertools
 import queue
 import threading
 import time
@@ -38,6 +38,7 @@ from kvcache_jax.tiers.save_blocks import (
 from kvcache_jax.tiers.stored_block import BlockName, Scope, pack_block
 
 _MOST_KEYS, _MOST_PROMPTS = 2**18, 1024
+_READ, _WRITE, _END = range(3)
 
 
 class _Search(NamedTuple):
@@ -57,8 +58,8 @@ class AttachedStore(Attachment):
     is there. Each block is handed over once: one that the store fails to write is dropped and counted.
 
     Attributes:
-      num_dropped: Blocks that were not written, and prompts that were not looked up, for want of room in the
-        queue or of time.
+      num_dropped: Blocks that were not written for want of room in the queue, and prompts that were not
+        looked up in time.
 
     Raises:
       ValueError, TypeError: no store, or no digest.
@@ -78,15 +79,15 @@ class AttachedStore(Attachment):
         Args:
           store: Such as `DirectoryStore`; this thread alone calls it after `load`.
           weights: As of `save`.
-          max_queued: Jobs that may wait, each of up to 64 blocks or one prompt.
+          max_queued: Jobs that may wait when blocks are handed over, each of up to 64.
           max_bytes: Bytes that were read and not yet asked for.
           timeout: Seconds after which a prompt waits no longer; while the store takes longer for one job, no
             prompt is looked up.
         """
         self._store, self._weights, self._questions = store, checked_weights(weights), Questions(store)
-        self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(
-            static_count("max_queued", max_queued)
-        )
+        # Prompts go first, and `None`, the end, last.
+        self._jobs: queue.PriorityQueue[tuple[int, int, Callable[[], None] | None]] = queue.PriorityQueue()
+        self._numbers, self._max_queued = itertools.count(), static_count("max_queued", max_queued)
         self._timeout = finite_number("timeout", timeout)
         self._named: NamedBlocks[Keyed] = NamedBlocks()
         self._links: list[np.ndarray | None] = []  # of the last look, by layer group
@@ -95,7 +96,7 @@ class AttachedStore(Attachment):
         self._to_list: dict[Scope, dict[str, Entry]] = {}  # the thread's: written, and not in the list
         self._read = MemoryStore(max_bytes)
         self._found = Questions(self._read)
-        self._searches: collections.OrderedDict[tuple[str, bytes], _Search] = collections.OrderedDict()
+        self._searches: dict[tuple[str, bytes], _Search] = {}  # the oldest first
         self._began_at: float | None = None  # when the thread began its present job
         self._num_asked = self._num_hit = 0
         self.num_dropped = 0
@@ -115,7 +116,7 @@ class AttachedStore(Attachment):
         if not bool(cache.config.keeper.is_settled(cache.control)):
             cache = cache.config.keeper.settle(cache)
         new = self._update(cache)
-        num_new, is_full = len(new - self._left), self._jobs.full()
+        num_new, is_full = len(new - self._left), self._is_full
         self._left |= new
         if is_full:
             self.num_dropped += num_new
@@ -132,12 +133,13 @@ class AttachedStore(Attachment):
             batch = blocks[start : start + size]
             entries = {entry.key: entry for block in batch for entry in block.entries}
             contents = [each for each in read_contents(cache, batch, size) if each[1] not in self._written]
-            if self._give(lambda contents=contents, entries=entries: self._write(contents, entries)):
-                num_saved += len(contents)
-                self._written.update(key for _, key, _ in contents)
-            else:
+            if self._is_full:
                 self.num_dropped += len(contents)
                 self._left.update(block.ids[0] for block in batch)
+                continue
+            self._give(_WRITE, lambda contents=contents, entries=entries: self._write(contents, entries))
+            num_saved += len(contents)
+            self._written.update(key for _, key, _ in contents)
         if len(self._written) > _MOST_KEYS:
             self._written.clear()  # what is written again is the same
         return StoreReport(num_saved=num_saved)
@@ -163,17 +165,19 @@ class AttachedStore(Attachment):
         tokens = token_arguments.host_tokens("prompt", prompt)
         words = namespace_digits(namespace) or "0" * 32
         name = words, tokens.tobytes()
-        search = self._searches.get(name)
+        now, search = time.monotonic(), self._searches.get(name)
         if search is None:
-            search = self._search(cache, tokens.tolist(), words)
-            if search is None:
+            if self._began_at is not None and now - self._began_at > self._timeout:
                 self.num_dropped += 1
                 return cache, True
-            self._searches[name] = search
-            if len(self._searches) > _MOST_PROMPTS:
-                self._searches.popitem(last=False)
+            if len(self._searches) >= _MOST_PROMPTS:
+                # One that nothing has asked for until now is forgotten.
+                if self._searches[first := next(iter(self._searches))].ends_at > now:
+                    return cache, False
+                del self._searches[first]
+            self._searches[name] = search = self._search(cache, tokens.tolist(), words, now + self._timeout)
         if not search.is_done.is_set():
-            if time.monotonic() < search.ends_at:
+            if now < search.ends_at:
                 return cache, False
             self.num_dropped += 1
         del self._searches[name]
@@ -199,10 +203,7 @@ class AttachedStore(Attachment):
 
     def close(self, timeout: float = 10.0) -> bool:
         """Ends the thread after what it was given; returns whether all was done within `timeout` seconds."""
-        try:
-            self._jobs.put(None, timeout=timeout)
-        except queue.Full:
-            return False
+        self._give(_END, None)
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
@@ -220,15 +221,12 @@ class AttachedStore(Attachment):
     def _held(self) -> Mapping[str, BlockName]:
         return dict(filter(None, self._named.names))
 
-    def _search(self, cache: Cache, text: list[int], words: str) -> _Search | None:
-        """Has the thread look for a prompt; None where it cannot."""
-        now, began_at = time.monotonic(), self._began_at
-        if began_at is not None and now - began_at > self._timeout:
-            return None
+    def _search(self, cache: Cache, text: list[int], words: str, ends_at: float) -> _Search:
+        """Has the thread look for a prompt."""
         self._left |= self._update(cache)
         held, config, num_slots = self._held(), cache.config, slots_of(cache)
         scope = scopes_of(cache, self._weights, [words])[words]
-        search = _Search(scope, [], threading.Event(), now + self._timeout)
+        search = _Search(scope, [], threading.Event(), ends_at)
 
         def read() -> None:
             try:
@@ -240,7 +238,8 @@ class AttachedStore(Attachment):
             finally:
                 search.is_done.set()
 
-        return search if self._give(read) else None
+        self._give(_READ, read)
+        return search
 
     def _publish(self, cache: Cache, text: list[int], search: _Search) -> Cache:
         """Publishes what the thread has read."""
@@ -254,19 +253,19 @@ class AttachedStore(Attachment):
         is_good = dict(zip(keys, self._read.contains(keys), strict=True))
         self._read.remove(keys)
         if spoilt := [key for key, was in zip(keys, was_read, strict=True) if was and not is_good[key]]:
-            self._give(lambda: self._questions.remove(spoilt))
+            self._give(_WRITE, lambda: self._questions.remove(spoilt))
         self._written.update(key for key in keys if is_good[key])
         block_size = cache.config.groups[cache.config.indexed_group].block_size
         self._num_hit += (len(now) - len(held)) * block_size
         return cache
 
-    def _give(self, job: Callable[[], None]) -> bool:
-        """Gives the thread a job, if the queue has room."""
-        try:
-            self._jobs.put_nowait(job)
-        except queue.Full:
-            return False
-        return True
+    @property
+    def _is_full(self) -> bool:
+        return self._jobs.qsize() >= self._max_queued
+
+    def _give(self, kind: int, job: Callable[[], None] | None) -> None:
+        """Gives the thread a job."""
+        self._jobs.put((kind, next(self._numbers), job))
 
     def _write(
         self, contents: Sequence[tuple[BlockName, str, dict[str, np.ndarray]]], entries: Mapping[str, Entry]
@@ -277,20 +276,22 @@ class AttachedStore(Attachment):
             for (name, key, arrays), is_one in zip(contents, known, strict=True)
             if not is_one
         ]
-        if self._questions.put(items):
+        if not items or self._questions.put(items):
             for name, key, _ in contents:
                 self._to_list.setdefault(name.scope, {})[key] = entries[key]
 
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        kind = _READ
+        while kind != _END:
+            kind, _, job = self._jobs.get()
             self._began_at = time.monotonic()
             try:
-                job()
+                if job is not None:
+                    job()
                 # To list blocks is to write the whole list: it is done when there is nothing else to do.
-                if self._jobs.empty() and self._to_list:
+                if self._to_list and (kind == _END or self._jobs.empty()):
                     listed, self._to_list = self._to_list, {}
                     write_lists(self._questions, listed, is_open=True)
             finally:
                 self._began_at = None
                 self._jobs.task_done()
-        self._jobs.task_done()

@@ -5,6 +5,7 @@ digest of all that the contents depend on: weights, config, namespace, the block
 the key of the block before.
 """
 
+import functools
 import hashlib
 import json
 import math
@@ -117,6 +118,7 @@ def digest(*values: Any) -> str:
     return total.hexdigest()
 
 
+@functools.lru_cache(16)
 def config_digest(config: CacheConfig) -> str:
     """Computes the digest of what a config says of a block's contents; sizes of pools and tables are not."""
 
