@@ -76,6 +76,21 @@ def test_what_the_queue_has_no_room_for_is_dropped_and_counted(store):
     assert link.close()
 
 
+def test_a_prompt_waits_no_longer_than_it_may(store):
+    link, cache, user = attached(store, timeout=0.02), kv.init(CONFIG), PrefixUser(CONFIG)
+    assert not link.find(cache, user.new_text(1, 9))[1]
+    assert store.is_asked.wait(60)
+    for _ in range(1000):
+        if link.find(cache, user.new_text(1, 9))[1]:
+            break
+        threading.Event().wait(0.01)
+    assert link.num_dropped == 1
+    assert link.find(cache, user.new_text(2, 9))[1]  # while the store hangs no prompt waits at all
+    assert link.num_dropped == 2 and link.metrics()["vllm:external_prefix_cache_hits"] == 0
+    store.may_answer.set()
+    assert link.close()
+
+
 def test_a_namespace_is_found_by_its_name_alone(store):
     store.may_answer.set()
     user, link = served((1, 9), namespace=TENANT_A), attached(store)
