@@ -76,6 +76,14 @@ def test_what_the_queue_has_no_room_for_is_dropped_and_counted(store):
     assert link.close()
 
 
+def test_what_was_handed_over_is_listed_though_the_end_comes_first(store):
+    user, link = served((1, 9)), attached(store)
+    assert link.save(user.cache).num_saved == 2 and not link.close(timeout=0.01)
+    store.may_answer.set()
+    assert link.close()
+    assert kv.tiers.load(store, kv.init(CONFIG), weights="w")[1].num_loaded == 2
+
+
 def test_a_prompt_waits_no_longer_than_it_may(store):
     link, cache, user = attached(store, timeout=0.02), kv.init(CONFIG), PrefixUser(CONFIG)
     assert not link.find(cache, user.new_text(1, 9))[1]
