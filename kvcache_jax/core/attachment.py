@@ -1,4 +1,4 @@
-"""What a loop on the host shows its cache to, between the programs that run on it."""
+"""Attachments of a loop on the host, which see its cache between the programs that run on it."""
 
 from collections.abc import Mapping, Sequence
 

@@ -112,7 +112,7 @@ class Device:
         self._in_flight.append(_Flight(reports, launched_at))
 
     def change_cache(self, change: Callable[[Cache], Cache]) -> None:
-        """Has the cache changed while no dispatch is under way."""
+        """Replaces the cache by what `change` makes of it, while no dispatch is under way."""
         state = self.state
         try:
             self._state = dataclasses.replace(state, cache=change(state.cache))

@@ -9,7 +9,7 @@ import dataclasses
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -95,9 +95,6 @@ class Engine:
         part of the time small, and fewer where a request gets its first token or ends.
       namespace: u32[4], of the weights, within which each request has its own; see `namespace_of`.
       placement: A mesh to run on, `kv.engine.Placement(mesh, row_axis="rows")`. Default: one device.
-      attached: What sees the cache after each dispatch, and is asked about each request's prompt before the
-        request is admitted: a `tiers.AttachedStore`, a `processes.EventPublisher`. One dispatch at a time is
-        under way then, and requests that wait for an answer keep no other waiting.
 
     Raises:
       ValueError, TypeError: sizes that do not fit together, no model.
@@ -137,7 +134,6 @@ class Engine:
         steps_per_dispatch: int = 32,
         namespace: ArrayLike | None = None,
         placement: Placement | None = None,
-        attached: Sequence[Attachment] = (),
     ):
         check_model("Engine", forward, config, params)
         inputs = inputs if isinstance(inputs, Inputs) else Inputs(inputs or {})
@@ -168,10 +164,10 @@ class Engine:
         entering = inbox_sizes(self._sizes, config)
         self._steps = size("steps_per_dispatch", steps_per_dispatch)
         params, self._forward = prepared(forward, params), forward
-        self._attached = Attachments(attached, placement)
+        self._attached = Attachments(placement is not None)
         shards = Shards(placement, config, params)
         self._tables = [
-            RequestTable(self._sizes, entering, _MOST_ENDED, config.max_seq_len, len(self._attached))
+            RequestTable(self._sizes, entering, _MOST_ENDED, config.max_seq_len)
             for _ in range(shards.num_shards)
         ]
         width = outbox_width(self._options.num_top_logprobs)
@@ -208,6 +204,23 @@ class Engine:
     def num_unfinished(self) -> int:
         """Continuations that have not ended, as far as the host knows."""
         return sum(map(len, self._tables))
+
+    def attach(self, attachment: Attachment) -> None:
+        """Shows the cache to a store, a publisher of events or another attachment after each dispatch.
+
+        It is asked about each request that is pushed from now on before the request is admitted; one that
+        waits for the answer keeps no other waiting. From now on one dispatch is under way at a time.
+
+        Args:
+          attachment: Such as a `tiers.AttachedStore`; close it after the engine's last event.
+
+        Raises:
+          TypeError, ValueError: no attachment, or an engine with a placement.
+        """
+        with uninterrupted(), self._lock:
+            self._attached.add(attachment)
+            for table in self._tables:
+                table.num_attached += 1
 
     def push(self, requests: Iterable[GenerationRequest]) -> int:
         """Takes requests, in their order, as many as there is room for.

@@ -119,19 +119,15 @@ class TokenRuns:
 class RequestTable:
     """The samples that have not ended, by slot, and the news of them that the device has yet to be told.
 
-    An inbox ends at most `most_ended` of them. `num_attached` are asked about a prompt before it is sent.
+    An inbox ends at most `most_ended` of them.
+
+    Attributes:
+      num_attached: Attachments that are asked about a prompt before it is sent.
     """
 
-    def __init__(
-        self,
-        sizes: TableSizes,
-        inbox_sizes: TableSizes,
-        most_ended: int,
-        max_seq_len: int,
-        num_attached: int = 0,
-    ):
+    def __init__(self, sizes: TableSizes, inbox_sizes: TableSizes, most_ended: int, max_seq_len: int):
         self._sizes, self._inbox_sizes, self._most_ended = sizes, inbox_sizes, most_ended
-        self._max_seq_len, self._num_attached = max_seq_len, num_attached
+        self._max_seq_len, self.num_attached = max_seq_len, 0
         self._free_slots = deque(range(sizes.num_slots))
         self._runs = TokenRuns(sizes.num_tokens)
         self._weights = np.zeros(4, np.uint32)
@@ -192,7 +188,7 @@ class RequestTable:
     def _ask(self, sample: Sample) -> None:
         # A prompt that is computed whole, or never, needs nothing of anyone.
         is_asked = sample.parent is None and not sample.request.prompt_logprobs and sample.run[1]
-        sample.num_to_ask = self._num_attached if is_asked else 0
+        sample.num_to_ask = self.num_attached if is_asked else 0
 
     def asking(self) -> Iterator[Sample]:
         """Yields the samples about whose prompts attachments are still asked."""

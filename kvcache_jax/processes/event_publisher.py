@@ -38,7 +38,7 @@ class EventPublisher(Attachment):
 
     Example:
       publisher = kv.processes.EventPublisher("tcp://127.0.0.1:5557", replay="tcp://127.0.0.1:5558")
-      publisher.look(cache)  # or Engine(attached=[publisher]), which calls it after each dispatch
+      publisher.look(cache)  # or engine.attach(publisher), which calls it after each dispatch
 
     References:
       vLLM's `kv_events.py`, whose subscribers are llm-d, AIBrix, Dynamo and others.

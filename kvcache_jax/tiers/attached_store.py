@@ -51,7 +51,7 @@ class _Search(NamedTuple):
 
 
 class AttachedStore(Attachment):
-    """A store that a loop on the host saves to and finds prompts in: of `Engine` and `CacheManager`.
+    """A store that a loop on the host saves to and finds prompts in: `engine.attach`, `CacheManager(store=)`.
 
     Keys and values are copied to host memory when `save` is called; a thread writes them. What it cannot take
     in time is dropped and counted. A prompt is looked up by the thread too: `find` answers "later" until it
@@ -222,7 +222,7 @@ class AttachedStore(Attachment):
         return dict(filter(None, self._named.names))
 
     def _search(self, cache: Cache, text: list[int], words: str, ends_at: float) -> _Search:
-        """Has the thread look for a prompt."""
+        """Gives the thread a prompt to look for."""
         self._left |= self._update(cache)
         held, config, num_slots = self._held(), cache.config, slots_of(cache)
         scope = scopes_of(cache, self._weights, [words])[words]

@@ -14,9 +14,10 @@ from tests.tiers.lying_store import LyingStore
 
 
 def engine_of(*attached, params=None, **options):
-    return kv.Engine(
-        forward, params or make_params(), config(num_blocks=40), **SIZES | {"attached": attached} | options
-    )
+    engine = kv.Engine(forward, params or make_params(), config(num_blocks=40), **SIZES | options)
+    for attachment in attached:
+        engine.attach(attachment)
+    return engine
 
 
 def linked(store, timeout=60.0, **options):
@@ -193,8 +194,8 @@ def test_all_that_is_attached_survives_a_failure():
 
 
 def test_what_cannot_be_attached():
-    with pytest.raises(TypeError, match="attached has a MemoryStore, expected such as a kv.tiers.Attached"):
+    with pytest.raises(TypeError, match="attachment is a MemoryStore, expected such as a kv.tiers.Attached"):
         engine_of(kv.tiers.MemoryStore())
     mesh = jax.make_mesh((1,), ("rows",))
-    with pytest.raises(ValueError, match="got attached and a placement, expected one of them"):
+    with pytest.raises(ValueError, match="the engine has a placement, and an attachment sees one cache"):
         engine_of(Attachment(), placement=kv.engine.Placement(mesh, row_axis="rows"))
