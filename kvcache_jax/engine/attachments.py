@@ -27,8 +27,8 @@ class Attachments:
             )
         if self._is_of_shards:
             raise ValueError(
-                "the engine has a placement, and an attachment sees one cache and not those of shards, expected "
-                "an engine without"
+                "the engine has a placement, and an attachment sees one cache and not a mesh's, expected an "
+                "engine without"
             )
         # Who is asked next is counted from the end.
         self._attached.insert(0, attachment)
