@@ -1,5 +1,6 @@
 """Continuous batching inside one compiled program, for any model."""
 
+from kvcache_jax.core.attachment import Attachment
 from kvcache_jax.engine.events import EngineFigures as Figures
 from kvcache_jax.engine.events import TokenEvent
 from kvcache_jax.engine.failure import EngineFailed
@@ -11,6 +12,7 @@ from kvcache_jax.engine.state import EngineState as State
 from kvcache_jax.engine.stop_text import StopStrings
 
 __all__ = [
+    "Attachment",
     "Counter",
     "EngineFailed",
     "Figures",

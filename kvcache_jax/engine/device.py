@@ -3,14 +3,16 @@
 All reads of the device go through one `Reader`.
 """
 
+import dataclasses
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from kvcache_jax.core.state import Cache
 from kvcache_jax.engine.events import Reader
 from kvcache_jax.engine.failure import EngineFailed
 from kvcache_jax.engine.options import Options
@@ -105,11 +107,24 @@ class Device:
                 self._model, self._options, self.params, state, inboxes, np.array(length, np.int32)
             )
         except Exception as error:
-            if any(leaf.is_deleted() for leaf in jax.tree.leaves(state)):
-                self._failure = error
-                _ = self.state
+            self._check(state, error)
             raise
         self._in_flight.append(_Flight(reports, launched_at))
+
+    def change_cache(self, change: Callable[[Cache], Cache]) -> None:
+        """Replaces the cache by what `change` makes of it, while no dispatch is under way."""
+        state = self.state
+        try:
+            self._state = dataclasses.replace(state, cache=change(state.cache))
+        except Exception as error:
+            self._check(state, error)
+            raise
+
+    def _check(self, state: EngineState, error: Exception) -> None:
+        """Raises `EngineFailed` if an error has cost the state."""
+        if any(leaf.is_deleted() for leaf in jax.tree.leaves(state)):
+            self._failure = error
+            _ = self.state
 
     def arrival(self) -> Arrival:
         """Waits for the oldest reports; an interrupted reader finds them again until they are `dropped`."""

@@ -6,6 +6,7 @@ device does not wait for the host.
 
 import asyncio
 import dataclasses
+import secrets
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator, Mapping
@@ -17,10 +18,12 @@ from jax.typing import ArrayLike
 
 from kvcache_jax.arrays.number_checks import static_count, static_flag
 from kvcache_jax.core.arguments import hashable_id
+from kvcache_jax.core.attachment import Attachment
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.decoding.arguments import as_list, check_model, require_functions
 from kvcache_jax.decoding.forward import Forward, prepared
 from kvcache_jax.decoding.options import require_option
+from kvcache_jax.engine.attachments import Attachments
 from kvcache_jax.engine.delivery import Delivery
 from kvcache_jax.engine.device import Arrival, Device
 from kvcache_jax.engine.events import EngineFigures, TokenEvent
@@ -56,6 +59,7 @@ _MOST_ENDED = 64
 """Requests that one dispatch can be told to end."""
 _DISPATCHES_AHEAD = 2
 """Where the caller chooses their length."""
+_POLL_S = 0.001
 
 
 class Engine:
@@ -160,6 +164,7 @@ class Engine:
         entering = inbox_sizes(self._sizes, config)
         self._steps = size("steps_per_dispatch", steps_per_dispatch)
         params, self._forward = prepared(forward, params), forward
+        self._attached = Attachments(placement is not None)
         shards = Shards(placement, config, params)
         self._tables = [
             RequestTable(self._sizes, entering, _MOST_ENDED, config.max_seq_len)
@@ -173,7 +178,7 @@ class Engine:
         self._device = Device(shards, model, self._options, params, self._sizes, outbox)
         self._device.begin(self._delivery.counters())
         self._set_weights(namespace)
-        self._has_new_weights, self._num_weights = False, 0
+        self._has_new_weights = False
         # `_lock` guards all host state. `_consumer` admits one reader at a time: reports stay in order.
         self._lock, self._consumer = threading.RLock(), threading.Lock()
         self.clock: Callable[[], float] = time.monotonic
@@ -199,6 +204,23 @@ class Engine:
     def num_unfinished(self) -> int:
         """Continuations that have not ended, as far as the host knows."""
         return sum(map(len, self._tables))
+
+    def attach(self, attachment: Attachment) -> None:
+        """Shows the cache to a store, a publisher of events or another attachment after each dispatch.
+
+        It is asked about each request that is pushed from now on before the request is admitted; one that
+        waits for the answer keeps no other waiting. From now on one dispatch is under way at a time.
+
+        Args:
+          attachment: Such as a `tiers.AttachedStore`; close it after the engine's last event.
+
+        Raises:
+          TypeError, ValueError: no attachment, or an engine with a placement.
+        """
+        with uninterrupted(), self._lock:
+            self._attached.add(attachment)
+            for table in self._tables:
+                table.num_attached += 1
 
     def push(self, requests: Iterable[GenerationRequest]) -> int:
         """Takes requests, in their order, as many as there is room for.
@@ -255,9 +277,8 @@ class Engine:
         params = prepared(self._forward, params)
         params = self._device.with_same_shapes(params)
         with uninterrupted(), self._lock:
-            self._num_weights += 1
             if namespace is None:
-                namespace = make_namespace(weights=f"engine {id(self)}, number {self._num_weights}")
+                namespace = make_namespace(weights=f"engine {secrets.token_hex(16)}")
             self._set_weights(namespace)
             self._device.params, self._has_new_weights = params, True
 
@@ -296,7 +317,8 @@ class Engine:
           of `clock`, tokens those that the consumer was told.
         """
         with self._lock:
-            return self._delivery.metrics.as_dict(self._delivery.figures(self._device.read.num_reads))
+            figures = self._delivery.figures(self._device.read.num_reads)
+            return self._delivery.metrics.as_dict(figures) | self._attached.metrics()
 
     def __iter__(self) -> Iterator[TokenEvent]:
         events = self._delivery.events
@@ -337,8 +359,9 @@ class Engine:
             length, num_ahead = (Length(max_steps, max_steps), _DISPATCHES_AHEAD) if max_steps else pace
             with uninterrupted(), self._lock:
                 self._end_late()
-                while self._device.num_in_flight < num_ahead and (
-                    self.num_unfinished or self._has_new_weights
+                self._attend()
+                while self._device.num_in_flight < (1 if self._attached else num_ahead) and (
+                    self._has_new_weights or any(table.has_work for table in self._tables)
                 ):
                     self._dispatch(length)
             launching_s = time.thread_time() - begun_s
@@ -346,6 +369,10 @@ class Engine:
                 arrival = self._device.arrival()
                 with uninterrupted(), self._lock:
                     self._take_in(arrival, launching_s)
+                    if not self.num_unfinished:
+                        self._attend()
+            elif self.num_unfinished:  # all wait for answers of what is attached
+                time.sleep(_POLL_S)
 
     def take_events(self) -> list[TokenEvent]:
         """Takes the events that no consumer has received yet; after `drain`, for a loop of one's own."""
@@ -372,6 +399,7 @@ class Engine:
         with self._consumer, uninterrupted(), self._lock:
             self._device.begin(self._delivery.counters())
             self._delivery.forget_rows()
+            self._attached.is_new = True
             for table in self._tables:
                 for sample, reason in table.send_again():
                     self._delivery.end(sample, reason, self.clock())
@@ -406,11 +434,16 @@ class Engine:
             self.lower().compile()
             self._is_compiled = True
 
+    def _attend(self) -> None:
+        if self._attached and not self._device.num_in_flight:
+            [table] = self._tables
+            self._device.change_cache(lambda cache: self._attached.attend(cache, table))
+
     def _dispatch(self, length: Length) -> None:
         parcels = [table.pack(self._has_new_weights) for table in self._tables]
         self._device.launch([parcel.inbox for parcel in parcels], length)
         # If that raised, nothing was told to the device, and all of it is told again.
-        self._has_new_weights = False
+        self._has_new_weights, self._attached.is_new = False, True
         for table, parcel in zip(self._tables, parcels, strict=True):
             table.mark_sent(parcel)
 

@@ -43,6 +43,7 @@ class Sample:
     parent: "Sample | None"  # the request's first sample; None for that one
     ends_at: float | None  # on the host's clock; None for no deadline
     pushed_at: float
+    num_to_ask: int = 0  # attachments that have not answered yet what they have of its prompt
     is_sent: bool = False  # the device knows of it
     ending: Finish | None = None  # why the device was told to end it
     tokens: list[int] = dataclasses.field(default_factory=list)  # those that were told, after the prompt
@@ -55,6 +56,16 @@ class Sample:
     text: StopText | None = None
     has_stopped: bool = False  # by a stop string: its consumer knows, and the device will
 
+    @property
+    def known(self) -> np.ndarray:
+        """i32[any], its prompt and the tokens that were told."""
+        return np.append(self.request.prompt, np.array(self.tokens, np.int32))
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the device may know of it, and of its parent."""
+        return not (self.parent or self).num_to_ask
+
     def time_queued(self, now: float) -> float:
         """Seconds without a row, until now if it has had none."""
         return (now if self.started_at is None else self.started_at) - self.pushed_at
@@ -64,7 +75,7 @@ class Parcel(NamedTuple):
     """An inbox, and the number of the table's news in it."""
 
     inbox: Inbox
-    num_samples: int  # samples that the device has not heard of, the first ones
+    samples: Sequence[Sample]  # those that the device has not heard of
     num_ends: int  # ends that it has not heard of, the first ones
 
 
@@ -110,11 +121,14 @@ class RequestTable:
     """The samples that have not ended, by slot, and the news of them that the device has yet to be told.
 
     An inbox ends at most `most_ended` of them.
+
+    Attributes:
+      num_attached: Attachments that are asked about a prompt before it is sent.
     """
 
     def __init__(self, sizes: TableSizes, inbox_sizes: TableSizes, most_ended: int, max_seq_len: int):
         self._sizes, self._inbox_sizes, self._most_ended = sizes, inbox_sizes, most_ended
-        self._max_seq_len = max_seq_len
+        self._max_seq_len, self.num_attached = max_seq_len, 0
         self._free_slots = deque(range(sizes.num_slots))
         self._runs = TokenRuns(sizes.num_tokens)
         self._weights = np.zeros(4, np.uint32)
@@ -168,8 +182,27 @@ class RequestTable:
             self._namespaces[slot] = namespace_within(self._weights, one_namespace(sample.request.namespace))
             self._by_id.setdefault(request_id, []).append(sample)
             self._to_send.append(sample)
+            self._ask(sample)
         self._quiet = None
         return True
+
+    def _ask(self, sample: Sample) -> None:
+        # A prompt that is computed whole, or never, needs nothing of anyone.
+        is_asked = sample.parent is None and not sample.request.prompt_logprobs and sample.run[1]
+        sample.num_to_ask = self.num_attached if is_asked else 0
+
+    def asking(self) -> Iterator[Sample]:
+        """Yields the samples about whose prompts attachments are still asked."""
+        return (sample for sample in self._to_send if sample.num_to_ask)
+
+    def namespace_of(self, sample: Sample) -> np.ndarray:
+        """Returns the namespace u32[4] of a sample, within the weights'."""
+        return self._namespaces[sample.slot]
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the device knows of a sample, or may be told of one."""
+        return len(self._by_slot) > len(self._to_send) or any(sample.is_ready for sample in self._to_send)
 
     def set_weights(self, namespace: np.ndarray) -> None:
         """Sets the namespace u32[4] of the weights, within which all samples have theirs from now on."""
@@ -198,6 +231,7 @@ class RequestTable:
         self._to_send = deque(sample for sample in samples if sample.ending is None)
         for sample in self._to_send:
             sample.is_sent = False
+            self._ask(sample)
         return ended
 
     def get(self, slot: int) -> Sample | None:
@@ -225,12 +259,13 @@ class RequestTable:
         Only `mark_sent` takes them away, so that nothing is lost with an inbox that could not be handed over.
         Without news the inbox is the same object each time.
         """
-        if self._to_send or self._to_end or has_new_weights:
-            return self._packed(has_new_weights)
-        self._quiet = self._quiet or self._packed(False).inbox
-        return Parcel(self._quiet, 0, 0)
+        ready = [sample for sample in self._to_send if sample.is_ready]
+        if ready or self._to_end or has_new_weights:
+            return self._packed(ready, has_new_weights)
+        self._quiet = self._quiet or self._packed([], False).inbox
+        return Parcel(self._quiet, (), 0)
 
-    def _packed(self, has_new_weights: bool) -> Parcel:
+    def _packed(self, ready: Sequence[Sample], has_new_weights: bool) -> Parcel:
         sizes = self._inbox_sizes
         columns = empty_requests(sizes)
         slots = np.full(sizes.num_slots, self._sizes.num_slots, np.int32)
@@ -238,11 +273,8 @@ class RequestTable:
         places = np.full(sizes.num_tokens, self._sizes.num_tokens, np.int32)
         num_generated = np.zeros_like(slots)
         num_sent = num_tokens = 0
-        for sample in itertools.islice(self._to_send, sizes.num_slots):
-            known = (
-                np.append(sample.request.prompt, sample.tokens) if sample.tokens else sample.request.prompt
-            )
-            known = known if sample.run[1] else known[:0]
+        for sample in ready[: sizes.num_slots]:
+            known = sample.known if sample.run[1] else sample.known[:0]
             if num_sent and sample.parent is None:  # samples go together, where an inbox takes them all
                 is_full = num_sent + sample.request.num_samples > sizes.num_slots
                 is_full |= num_tokens + sample.request.num_samples * len(known) > sizes.num_tokens
@@ -274,12 +306,13 @@ class RequestTable:
             num_generated=num_generated,
             has_new_weights=np.bool_(has_new_weights),
         )
-        return Parcel(Inbox(**news), num_sent, num_ends)
+        return Parcel(Inbox(**news), ready[:num_sent], num_ends)
 
     def mark_sent(self, parcel: Parcel) -> None:
         """Records that the device has a parcel, the latest that was packed."""
-        for _ in range(parcel.num_samples):
-            self._to_send.popleft().is_sent = True
+        for sample in parcel.samples:
+            sample.is_sent = True
+        self._to_send = deque(sample for sample in self._to_send if not sample.is_sent)
         for _ in range(parcel.num_ends):
             self._to_end.popleft()
 

@@ -9,13 +9,21 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from kvcache_jax.processes.index_events import AllBlocksCleared, BlockRemoved, BlockStored, IndexEvent
+from kvcache_jax.core.attachment import Attachment
+from kvcache_jax.core.state import Cache
+from kvcache_jax.processes.index_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    IndexEvent,
+    IndexFollower,
+)
 
 _END = -1
 _POLL_SECONDS = 0.02
 
 
-class EventPublisher:
+class EventPublisher(Attachment):
     """A ZeroMQ publisher of batches of events, with numbers in sequence and a socket that sends them again.
 
     A message has three frames: the topic, the number as eight bytes in big-endian order, and MessagePack of
@@ -30,8 +38,7 @@ class EventPublisher:
 
     Example:
       publisher = kv.processes.EventPublisher("tcp://127.0.0.1:5557", replay="tcp://127.0.0.1:5558")
-      follower = kv.processes.IndexFollower()
-      publisher.publish(follower.update(cache))
+      publisher.look(cache)  # or engine.attach(publisher), which calls it after each dispatch
 
     References:
       vLLM's `kv_events.py`, whose subscribers are llm-d, AIBrix, Dynamo and others.
@@ -71,6 +78,7 @@ class EventPublisher:
         self._waiting: queue.Queue[bytes] = queue.Queue(max_batches)
         self._sent: collections.deque[tuple[int, bytes]] = collections.deque(maxlen=max_batches)
         self._number = 0
+        self._follower, self._is_late = IndexFollower(), False
         self._is_closing = threading.Event()
         with contextlib.ExitStack() as stack:
             self._context = stack.enter_context(self._zmq.Context())
@@ -81,6 +89,18 @@ class EventPublisher:
             self._stack = stack.pop_all()
         self._thread = threading.Thread(target=self._run, name="kvcache_jax events", daemon=True)
         self._thread.start()
+
+    def look(self, cache: Cache) -> None:
+        """Publishes what changed in a cache's index since the last look.
+
+        While the network takes nothing, that is left out: then subscribers are told of all blocks again.
+        """
+        events = self._follower.update(cache)
+        try:
+            self.publish([AllBlocksCleared(), *events] if self._is_late else events)
+            self._is_late = False
+        except queue.Full:
+            self._follower, self._is_late = IndexFollower(), True
 
     def publish(self, events: Sequence[IndexEvent]) -> None:
         """Sends events as one batch, in another thread; none is no batch.

@@ -4,11 +4,9 @@ import hashlib
 from collections.abc import Iterable
 from typing import NamedTuple
 
-import numpy as np
-
 from kvcache_jax.core.cache_checks import require_prefix_index
 from kvcache_jax.core.state import Cache
-from kvcache_jax.tiers.published import Blocks, read_blocks
+from kvcache_jax.tiers.published import Blocks, NamedBlocks, read_blocks
 
 DEVICE, HOST = "GPU", "CPU"
 """Media of blocks, by the names that subscribers know."""
@@ -70,8 +68,8 @@ class IndexFollower:
     """
 
     def __init__(self):
-        self._before: Blocks | None = None
-        self._names: list[int | None] = []  # per block, of published ones that prompts can reach
+        self._named: NamedBlocks[int] = NamedBlocks()
+        self._shape: tuple[int, ...] | None = None  # of the tokens in blocks
 
     def update(self, cache: Cache) -> list[IndexEvent]:
         """Lists the changes since the last call, at first since an empty index.
@@ -88,15 +86,16 @@ class IndexFollower:
         require_prefix_index("IndexFollower.update", cache)
         blocks = read_blocks(cache)
         group = cache.config.groups[cache.config.indexed_group]
-        before = self._before
-        if before is not None and before.tokens.shape != blocks.tokens.shape:
+        shape = blocks.tokens.shape
+        if self._shape not in (None, shape):
             raise ValueError(
-                f"the cache has {blocks.tokens.shape} tokens in blocks and the one before had "
-                f"{before.tokens.shape}, expected the same config: make an IndexFollower for each"
+                f"the cache has {shape} tokens in blocks and the one before had {self._shape}, expected the "
+                "same config: make an IndexFollower for each"
             )
-        names, order = self._renamed(blocks)
-        was, now = _places(self._names, group.num_blocks), _places(names, group.num_blocks)
-        self._before, self._names = blocks, names
+        self._shape, was = shape, _places(self._named.names, group.num_blocks)
+        order = self._named.update(blocks, _name)
+        names = self._named.names
+        now = _places(names, group.num_blocks)
         if was and not now:
             return [AllBlocksCleared()]
         events: list[IndexEvent] = []
@@ -105,46 +104,6 @@ class IndexFollower:
                 events.append(BlockRemoved(gone, medium))
         new = [block for block in order if (names[block], _medium(block, group.num_blocks)) not in was]
         return events + _stored(blocks, names, new, group.num_blocks)
-
-    def _renamed(self, blocks: Blocks) -> tuple[list[int | None], list[int]]:
-        """Names all blocks; lists those that changed, a block before those that continue it."""
-        nowhere, parents = len(blocks.parents), np.array([*blocks.parents, 0])
-        changed = np.append(blocks.is_published, False)
-        names: list[int | None] = [None] * nowhere
-        if self._before is not None:
-            before = self._before
-            changed[:-1] &= (
-                ~before.is_published
-                | (before.tokens != blocks.tokens).any(axis=1)
-                | (before.namespaces != blocks.namespaces).any(axis=1)
-                | (np.array(before.parents) != parents[:-1])
-            )
-            # A block after another predecessor has another name, though its own tokens are the same.
-            while True:
-                more = changed | np.append(blocks.is_published & changed[parents[:-1]], False)
-                if (more == changed).all():
-                    break
-                changed = more
-            names = [
-                name if kept else None
-                for name, kept in zip(self._names, blocks.is_published & ~changed[:-1], strict=True)
-            ]
-        order: list[int] = []
-        is_named = ~changed
-        is_named[-1] = True
-        for block in np.flatnonzero(changed).tolist():
-            path = []
-            while block >= 0 and not is_named[block]:
-                path.append(block)
-                is_named[block] = True
-                block = blocks.parents[block]
-            for at in reversed(path):
-                parent = blocks.parents[at]
-                # After a block that was forgotten no prompt finds this one.
-                if parent == nowhere or (parent >= 0 and names[parent] is not None):
-                    names[at] = _name(blocks, at, None if parent == nowhere else names[parent])
-                    order.append(at)
-        return names, order
 
 
 def _name(blocks: Blocks, block: int, parent: int | None) -> int:

@@ -1,66 +1,104 @@
 """A store beside a loop on the host, which never waits for it: one thread writes to it and reads from it."""
 
-import collections
+import itertools
 import queue
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from jax.typing import ArrayLike
 
-from kvcache_jax.arrays.number_checks import static_count
+from kvcache_jax.arrays.number_checks import finite_number, static_count
 from kvcache_jax.core import token_arguments
+from kvcache_jax.core.attachment import Attachment
 from kvcache_jax.core.state import Cache
-from kvcache_jax.tiers.block_store import BlockStore, Data, MemoryStore
+from kvcache_jax.tiers.block_store import BlockStore, MemoryStore
 from kvcache_jax.tiers.catalogue import Questions, StoreReport
-from kvcache_jax.tiers.load_blocks import entries_of, load, slots_of
-from kvcache_jax.tiers.published import published_blocks, read_blocks
+from kvcache_jax.tiers.load_blocks import entries_of, load, load_entries, on_device, slots_of
+from kvcache_jax.tiers.published import (
+    Entry,
+    Keyed,
+    NamedBlocks,
+    keyed_by,
+    namespaces_of,
+    published_block,
+    read_blocks,
+)
 from kvcache_jax.tiers.save_blocks import (
+    batch_size,
     checked_weights,
     namespace_digits,
+    read_contents,
     require_stored,
     scopes_of,
-    write_blocks,
     write_lists,
 )
+from kvcache_jax.tiers.stored_block import BlockName, Scope, pack_block
 
 _MOST_KEYS, _MOST_PROMPTS = 2**18, 1024
+_READ, _WRITE, _END = range(3)
 
 
-class AttachedStore:
-    """A store that a loop on the host saves to and finds prompts in, as `CacheManager(store=)` does.
+class _Search(NamedTuple):
+    """A prompt that the thread looks up."""
+
+    scope: Scope
+    found: list[Entry]  # what the store has, complete when it is done
+    is_done: threading.Event
+    ends_at: float
+
+
+class AttachedStore(Attachment):
+    """A store that a loop on the host saves to and finds prompts in: `engine.attach`, `CacheManager(store=)`.
 
     Keys and values are copied to host memory when `save` is called; a thread writes them. What it cannot take
     in time is dropped and counted. A prompt is looked up by the thread too: `find` answers "later" until it
-    is there.
+    is there. Each block is handed over once: one that the store fails to write is dropped and counted.
 
     Attributes:
-      num_dropped: Blocks that were not written, and prompts that were not looked up, for want of room in the
-        queue.
+      num_dropped: Blocks that were not written for want of room in the queue, and prompts that were not
+        looked up in time.
 
     Raises:
       ValueError, TypeError: no store, or no digest.
     """
 
     def __init__(
-        self, store: BlockStore, *, weights: str, max_queued: int = 64, max_bytes: int | None = 2**28
+        self,
+        store: BlockStore,
+        *,
+        weights: str,
+        max_queued: int = 64,
+        max_bytes: int | None = 2**28,
+        timeout: float = 1.0,
     ):
         """Starts the thread.
 
         Args:
           store: Such as `DirectoryStore`; this thread alone calls it after `load`.
           weights: As of `save`.
-          max_queued: Jobs that may wait, each of up to 64 blocks or one prompt.
+          max_queued: Jobs that may wait when blocks are handed over, each of up to 64.
           max_bytes: Bytes that were read and not yet asked for.
+          timeout: Seconds after which a prompt waits no longer; while the store takes longer for one job, no
+            prompt is looked up.
         """
         self._store, self._weights, self._questions = store, checked_weights(weights), Questions(store)
-        self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(
-            static_count("max_queued", max_queued)
-        )
+        # Prompts go first, and `None`, the end, last.
+        self._jobs: queue.PriorityQueue[tuple[int, int, Callable[[], None] | None]] = queue.PriorityQueue()
+        self._numbers, self._max_queued = itertools.count(), static_count("max_queued", max_queued)
+        self._timeout = finite_number("timeout", timeout)
+        self._named: NamedBlocks[Keyed] = NamedBlocks()
+        self._links: list[np.ndarray | None] = []  # of the last look, by layer group
+        self._left: set[int] = set()  # blocks that there was no room for
         self._written: set[str] = set()
+        self._to_list: dict[Scope, dict[str, Entry]] = {}  # the thread's: written, and not in the list
         self._read = MemoryStore(max_bytes)
-        self._prompts: collections.OrderedDict[Any, threading.Event] = collections.OrderedDict()
+        self._found = Questions(self._read)
+        self._searches: dict[tuple[str, bytes], _Search] = {}  # the oldest first
+        self._began_at: float | None = None  # when the thread began its present job
+        self._num_asked = self._num_hit = 0
         self.num_dropped = 0
         self._thread = threading.Thread(target=self._work, name="kvcache_jax store", daemon=True)
         self._thread.start()
@@ -68,17 +106,47 @@ class AttachedStore:
     def load(self, cache: Cache) -> tuple[Cache, StoreReport]:
         """Loads what was saved, see `load`; waits for the store. The cache is donated."""
         cache, report = load(self._store, cache, weights=self._weights)
-        self._written |= self._held(cache)
+        self._update(cache)
+        self._written |= self._held().keys()
         return cache, report
 
     def save(self, cache: Cache) -> StoreReport:
         """Hands what is new to the thread; `num_saved` counts what it took. See `save`."""
         require_stored("save", cache)
-        questions = Questions(_Handed(self))
-        num_saved, listed = write_blocks(cache, questions, self._weights, None)
-        if num_saved:
-            self._give(lambda: write_lists(self._questions, listed, is_open=True), 0)
-        return questions.report(num_saved=num_saved)
+        if not bool(cache.config.keeper.is_settled(cache.control)):
+            cache = cache.config.keeper.settle(cache)
+        new = self._update(cache)
+        num_new, is_full = len(new - self._left), self._is_full
+        self._left |= new
+        if is_full:
+            self.num_dropped += num_new
+            return StoreReport(reasons={"Full": num_new} if num_new else {})
+        named, now, blocks = self._named, time.time_ns(), []
+        assert named.blocks is not None
+        for at in sorted(self._left):
+            if keyed := named.names[at]:
+                block = published_block(named.blocks, at, keyed, now)
+                if not all(entry.key in self._written for entry in block.entries):
+                    blocks.append(block)
+        self._left, size, num_saved = set(), batch_size(cache), 0
+        for start in range(0, len(blocks), size):
+            batch = blocks[start : start + size]
+            entries = {entry.key: entry for block in batch for entry in block.entries}
+            contents = [each for each in read_contents(cache, batch, size) if each[1] not in self._written]
+            if self._is_full:
+                self.num_dropped += len(contents)
+                self._left.update(block.ids[0] for block in batch)
+                continue
+            self._give(_WRITE, lambda contents=contents, entries=entries: self._write(contents, entries))
+            num_saved += len(contents)
+            self._written.update(key for _, key, _ in contents)
+        if len(self._written) > _MOST_KEYS:
+            self._written.clear()  # what is written again is the same
+        return StoreReport(num_saved=num_saved)
+
+    def look(self, cache: Cache) -> None:
+        """Saves what is new."""
+        self.save(cache)
 
     def find(
         self, cache: Cache, prompt: Sequence[int] | np.ndarray, namespace: ArrayLike | None = None
@@ -94,41 +162,40 @@ class AttachedStore:
           The cache; and True if there is nothing to wait for any more, False for "later".
         """
         require_stored("find", cache)
-        text = token_arguments.host_tokens("prompt", prompt).tolist()
+        tokens = token_arguments.host_tokens("prompt", prompt)
         words = namespace_digits(namespace) or "0" * 32
-        name = words, tuple(text)
-        if name not in self._prompts:
-            held, is_read = self._held(cache), threading.Event()
-            scope, config, num_slots = (
-                scopes_of(cache, self._weights, [words])[words],
-                cache.config,
-                slots_of(cache),
-            )
-
-            def read() -> None:
-                try:
-                    entries = entries_of(text, scope, config, num_slots, self._questions, held)
-                    keys = [entry.key for entry in entries]
-                    values = zip(keys, self._questions.get(keys), strict=True)
-                    self._read.put([(key, value) for key, value in values if value is not None])
-                finally:
-                    is_read.set()
-
-            if not self._give(read, 1):
+        name = words, tokens.tobytes()
+        now, search = time.monotonic(), self._searches.get(name)
+        if search is None:
+            if self._began_at is not None and now - self._began_at > self._timeout:
+                self.num_dropped += 1
                 return cache, True
-            self._prompts[name] = is_read
-            if len(self._prompts) > _MOST_PROMPTS:
-                self._prompts.popitem(last=False)
-        if not self._prompts[name].is_set():
-            return cache, False
-        del self._prompts[name]
-        cache, _ = load(self._read, cache, weights=self._weights, namespace=namespace, prompts=[text])
-        self._written |= self._held(cache)
+            if len(self._searches) >= _MOST_PROMPTS:
+                # One that nothing has asked for until now is forgotten.
+                if self._searches[first := next(iter(self._searches))].ends_at > now:
+                    return cache, False
+                del self._searches[first]
+            self._searches[name] = search = self._search(cache, tokens.tolist(), words, now + self._timeout)
+        if not search.is_done.is_set():
+            if now < search.ends_at:
+                return cache, False
+            self.num_dropped += 1
+        del self._searches[name]
+        self._num_asked += len(tokens)
+        if search.is_done.is_set() and search.found:
+            cache = self._publish(cache, tokens.tolist(), search)
         return cache, True
+
+    def metrics(self) -> dict[str, float]:
+        """Counts the tokens of prompts that were looked up, and of these that the store had."""
+        return {
+            "vllm:external_prefix_cache_queries": self._num_asked,
+            "vllm:external_prefix_cache_hits": self._num_hit,
+        }
 
     def report(self) -> StoreReport:
         """Counts the failures of the store so far, by reason."""
-        return self._questions.report()
+        return StoreReport(reasons=dict(self._questions.reasons + self._found.reasons))
 
     def flush(self) -> None:
         """Waits until the thread has done all that it was given."""
@@ -136,62 +203,95 @@ class AttachedStore:
 
     def close(self, timeout: float = 10.0) -> bool:
         """Ends the thread after what it was given; returns whether all was done within `timeout` seconds."""
-        try:
-            self._jobs.put(None, timeout=timeout)
-        except queue.Full:
-            return False
+        self._give(_END, None)
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
-    def _held(self, cache: Cache) -> set[str]:
+    def _update(self, cache: Cache) -> set[int]:
+        """Reads the index; lists the blocks that are new, or have new ones linked to them."""
         blocks = read_blocks(cache)
-        words = {blocks.namespace(int(block)) for block in np.flatnonzero(blocks.is_published)}
-        found = published_blocks(
-            blocks, cache.config.indexed_group, scopes_of(cache, self._weights, words), 0
-        )
-        return {entry.key for block in found for entry in block.entries}
+        scopes = scopes_of(cache, self._weights, namespaces_of(blocks))
+        new = set(self._named.update(blocks, keyed_by(scopes, cache.config.indexed_group)))
+        for links, before in zip(blocks.links, self._links or [None] * len(blocks.links), strict=True):
+            if links is not None and before is not None and len(links) == len(before):
+                new.update(np.flatnonzero((links != before).any(axis=1)).tolist())
+        self._links = blocks.links
+        return new
 
-    def _give(self, job: Callable[[], None], num_lost: int) -> bool:
-        """Gives the thread a job, if the queue has room; counts what is lost otherwise."""
-        try:
-            self._jobs.put_nowait(job)
-        except queue.Full:
-            self.num_dropped += num_lost
-            return False
-        return True
+    def _held(self) -> Mapping[str, BlockName]:
+        return dict(filter(None, self._named.names))
 
-    def _write(self, items: Sequence[tuple[str, Data]]) -> None:
-        if not self._questions.put(items):
-            self._written.difference_update(key for key, _ in items)  # to be tried again
+    def _search(self, cache: Cache, text: list[int], words: str, ends_at: float) -> _Search:
+        """Gives the thread a prompt to look for."""
+        self._left |= self._update(cache)
+        held, config, num_slots = self._held(), cache.config, slots_of(cache)
+        scope = scopes_of(cache, self._weights, [words])[words]
+        search = _Search(scope, [], threading.Event(), ends_at)
+
+        def read() -> None:
+            try:
+                found = list(entries_of(text, scope, config, num_slots, self._questions, held))
+                keys = [entry.key for entry in found]
+                values = zip(keys, self._questions.get(keys), strict=True)
+                self._read.put([(key, value) for key, value in values if value is not None])
+                search.found.extend(found)
+            finally:
+                search.is_done.set()
+
+        self._give(_READ, read)
+        return search
+
+    def _publish(self, cache: Cache, text: list[int], search: _Search) -> Cache:
+        """Publishes what the thread has read."""
+        scope, keys = search.scope, [entry.key for entry in search.found]
+        was_read = self._read.contains(keys)
+        cache = on_device(cache, [text], scope.namespace)
+        self._left |= self._update(cache)
+        held = self._held()
+        found = [(entry, scope) for entry in search.found]
+        cache, _, now = load_entries(cache, self._found, found, held, may_evict=True)
+        is_good = dict(zip(keys, self._read.contains(keys), strict=True))
+        self._read.remove(keys)
+        if spoilt := [key for key, was in zip(keys, was_read, strict=True) if was and not is_good[key]]:
+            self._give(_WRITE, lambda: self._questions.remove(spoilt))
+        self._written.update(key for key in keys if is_good[key])
+        block_size = cache.config.groups[cache.config.indexed_group].block_size
+        self._num_hit += (len(now) - len(held)) * block_size
+        return cache
+
+    @property
+    def _is_full(self) -> bool:
+        return self._jobs.qsize() >= self._max_queued
+
+    def _give(self, kind: int, job: Callable[[], None] | None) -> None:
+        """Gives the thread a job."""
+        self._jobs.put((kind, next(self._numbers), job))
+
+    def _write(
+        self, contents: Sequence[tuple[BlockName, str, dict[str, np.ndarray]]], entries: Mapping[str, Entry]
+    ) -> None:
+        known = self._questions.contains([key for _, key, _ in contents])
+        items = [
+            (key, pack_block(name, arrays))
+            for (name, key, arrays), is_one in zip(contents, known, strict=True)
+            if not is_one
+        ]
+        if not items or self._questions.put(items):
+            for name, key, _ in contents:
+                self._to_list.setdefault(name.scope, {})[key] = entries[key]
 
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        kind = _READ
+        while kind != _END:
+            kind, _, job = self._jobs.get()
+            self._began_at = time.monotonic()
             try:
-                job()
+                if job is not None:
+                    job()
+                # To list blocks is to write the whole list: it is done when there is nothing else to do.
+                if self._to_list and (kind == _END or self._jobs.empty()):
+                    listed, self._to_list = self._to_list, {}
+                    write_lists(self._questions, listed, is_open=True)
             finally:
+                self._began_at = None
                 self._jobs.task_done()
-        self._jobs.task_done()
-
-
-class _Handed:
-    """The side of an `AttachedStore` that a loop writes to: it has what was handed over."""
-
-    def __init__(self, attached: AttachedStore):
-        self._attached = attached
-
-    def contains(self, keys: Sequence[str]) -> list[bool]:
-        return [key in self._attached._written for key in keys]
-
-    def get(self, keys: Sequence[str]) -> list[Data | None]:
-        return [None] * len(keys)
-
-    def put(self, items: Sequence[tuple[str, Data]]) -> None:
-        attached = self._attached
-        if not attached._give(lambda: attached._write(items), len(items)):
-            raise queue.Full
-        if len(attached._written) > _MOST_KEYS:
-            attached._written.clear()  # what is written again is the same
-        attached._written.update(key for key, _ in items)
-
-    def remove(self, keys: Sequence[str]) -> None:
-        pass

@@ -107,23 +107,20 @@ def read_entries(store: Questions, scope: Scope) -> list[Entry]:
     header, rest = _read(store, key)
     if header != {"catalogue": key} or len(rest) % _ROW.itemsize:
         return []
-    entries = []
-    for row in np.frombuffer(rest, _ROW):
-        anchor = row["anchor"].tobytes().hex()
-        group_id, slot, stamp = (int(row[name]) for name in ("group_id", "slot", "stamp"))
-        entries.append(
-            Entry(row["key"].tobytes().hex(), anchor if int(anchor, 16) else "", group_id, slot, stamp)
-        )
-    return entries
+    columns = [np.frombuffer(rest, _ROW)[name].tolist() for name in _ROW.names or ()]
+    return [
+        Entry(own.hex(), anchor.hex() if any(anchor) else "", *places)
+        for own, anchor, *places in zip(*columns, strict=True)
+    ]
 
 
 def write_entries(store: Questions, scope: Scope, entries: Iterable[Entry]) -> None:
     """Writes the list of what was saved of a scope, the entries used last where they are too many."""
     kept = sorted(entries, key=lambda entry: -entry.stamp)[:_MOST_ROWS]
-    rows = np.zeros(len(kept), _ROW)
-    for row, entry in zip(rows, kept, strict=True):
-        row["key"], row["anchor"] = bytes.fromhex(entry.key), bytes.fromhex(entry.anchor or "0" * 64)
-        row["group_id"], row["slot"], row["stamp"] = entry.group_id, entry.slot, entry.stamp
+    rows = np.array(
+        [(bytes.fromhex(entry.key), bytes.fromhex(entry.anchor or "0" * 64), *entry[2:]) for entry in kept],
+        _ROW,
+    )
     key = key_of("catalogue", scope._asdict())
     store.put([(key, pack({"catalogue": key}, [rows.tobytes()]))])
 

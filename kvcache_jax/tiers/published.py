@@ -1,6 +1,6 @@
 """Published blocks of a cache, on the device and on the host, by their names in stores."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -116,42 +116,106 @@ def namespaces_of(blocks: Blocks) -> set[str]:
     return {np.ascontiguousarray(row, "<u4").tobytes().hex() for row in rows}
 
 
-def published_blocks(
-    blocks: Blocks, group_id: int, scopes: Mapping[str, Scope], now: int
-) -> Iterator[Published]:
-    """Yields the published blocks of each namespace in `scopes`, a block before those that continue it.
+class NamedBlocks[Name]:
+    """The names of the published blocks that prompts can find, made once for as long as a block stays.
+
+    Attributes:
+      blocks: Of the last update.
+      names: Their names; None for a block without.
+    """
+
+    def __init__(self):
+        self.blocks: Blocks | None = None
+        self.names: list[Name | None] = []
+
+    def update(self, blocks: Blocks, name: Callable[[Blocks, int, Name | None], Name | None]) -> list[int]:
+        """Names the blocks that changed since the last call; lists them, a block before its followers.
+
+        Args:
+          blocks: Of a cache of the same config as before.
+          name: `(blocks, block, name of the block before) -> name`, None for a block that is left out.
+        """
+        nowhere, parents = len(blocks.parents), np.array([*blocks.parents, 0])
+        changed = np.append(blocks.is_published, False)
+        names: list[Name | None] = [None] * nowhere
+        before = self.blocks
+        if before is not None:
+            changed[:-1] &= (
+                ~before.is_published
+                | (before.tokens != blocks.tokens).any(axis=1)
+                | (before.namespaces != blocks.namespaces).any(axis=1)
+                | (np.array(before.parents) != parents[:-1])
+            )
+            # A block after another predecessor has another name, though its own tokens are the same.
+            while True:
+                more = changed | np.append(blocks.is_published & changed[parents[:-1]], False)
+                if (more == changed).all():
+                    break
+                changed = more
+            names = [
+                name if kept else None
+                for name, kept in zip(self.names, blocks.is_published & ~changed[:-1], strict=True)
+            ]
+        order: list[int] = []
+        is_named = ~changed
+        is_named[-1] = True
+        for block in np.flatnonzero(changed).tolist():
+            path = []
+            while block >= 0 and not is_named[block]:
+                path.append(block)
+                is_named[block] = True
+                block = blocks.parents[block]
+            for at in reversed(path):
+                parent = blocks.parents[at]
+                parent_name = None if parent == nowhere else names[parent]
+                # After a block that was forgotten no prompt finds this one.
+                if parent == nowhere or (parent >= 0 and parent_name is not None):
+                    names[at] = name(blocks, at, parent_name)
+                    if names[at] is not None:
+                        order.append(at)
+        self.blocks, self.names = blocks, names
+        return order
+
+
+type Keyed = tuple[str, BlockName]
+"""The key in stores, and the name that it is the digest of."""
+
+
+def keyed_by(
+    scopes: Mapping[str, Scope], group_id: int
+) -> Callable[[Blocks, int, Keyed | None], Keyed | None]:
+    """Makes a function for `NamedBlocks.update`: names in stores of the blocks of some namespaces.
 
     Args:
-      blocks: Of a cache.
-      group_id: The group that prefixes are found by.
       scopes: By namespace; another namespace's blocks are left out.
-      now: The moment, before which the stamps of entries are.
+      group_id: The group that prefixes are found by.
     """
-    nowhere = len(blocks.parents)
+
+    def name(blocks: Blocks, block: int, before: Keyed | None) -> Keyed | None:
+        scope = scopes.get(blocks.namespace(block))
+        if scope is None:
+            return None
+        own = BlockName(scope, before[0] if before else "", tuple(blocks.tokens[block].tolist()), group_id)
+        return own.key, own
+
+    return name
+
+
+def published_block(blocks: Blocks, block: int, keyed: Keyed, now: int) -> Published:
+    """Collects a block and those linked to it; the stamps of its entries are before `now`."""
+    key, name = keyed
     starts = [now - len(ranks) - max(map(len, blocks.ranks)) for ranks in blocks.ranks]
-    keys: dict[int, str | None] = {nowhere: "", -1: None}
-    for block in np.flatnonzero(blocks.is_published).tolist():
-        path = []
-        while block not in keys:
-            path.append(block)
-            block = blocks.parents[block]
-        for at in reversed(path):
-            parent, scope = keys[blocks.parents[at]], scopes.get(blocks.namespace(at))
-            keys[at] = None
-            if parent is None or scope is None:
-                continue
-            name = BlockName(scope, parent, tuple(blocks.tokens[at].tolist()), group_id)
-            keys[at] = key = name.key
-            names, ids = [name], [at]
-            entries = [Entry(key, parent, group_id, 0, starts[group_id] + int(blocks.ranks[group_id][at]))]
-            for g, links in enumerate(blocks.links):
-                for slot, linked in enumerate(links[at].tolist() if links is not None else ()):
-                    if linked >= 0:
-                        names.append(name._replace(group_id=g, slot=slot))
-                        ids.append(linked)
-                        stamp = starts[g] + int(blocks.ranks[g][linked])
-                        entries.append(Entry(names[-1].key, key, g, slot, stamp))
-            yield Published(tuple(names), tuple(entries), tuple(ids))
+    g = name.group_id
+    names, ids = [name], [block]
+    entries = [Entry(key, name.parent, g, 0, starts[g] + int(blocks.ranks[g][block]))]
+    for g, links in enumerate(blocks.links):
+        for slot, linked in enumerate(links[block].tolist() if links is not None else ()):
+            if linked >= 0:
+                names.append(name._replace(group_id=g, slot=slot))
+                ids.append(linked)
+                stamp = starts[g] + int(blocks.ranks[g][linked])
+                entries.append(Entry(names[-1].key, key, g, slot, stamp))
+    return Published(tuple(names), tuple(entries), tuple(ids))
 
 
 def _ranks(pool: BlockPool) -> np.ndarray:

@@ -19,7 +19,16 @@ from kvcache_jax.tiers.catalogue import (
     write_entries,
     write_namespaces,
 )
-from kvcache_jax.tiers.published import Entry, Published, namespaces_of, published_blocks, read_blocks
+from kvcache_jax.tiers.published import (
+    Entry,
+    Keyed,
+    NamedBlocks,
+    Published,
+    keyed_by,
+    namespaces_of,
+    published_block,
+    read_blocks,
+)
 from kvcache_jax.tiers.stored_block import BlockName, Scope, array_specs, config_digest, pack_block
 
 _BATCH_BYTES, _MOST_BLOCKS = 64 * 2**20, 64
@@ -82,7 +91,9 @@ def write_blocks(
     cache = cache.config.keeper.settle(cache)
     found = read_blocks(cache)
     scopes = scopes_of(cache, weights, namespaces_of(found) if namespace is None else [namespace])
-    blocks = list(published_blocks(found, cache.config.indexed_group, scopes, time.time_ns()))
+    named: NamedBlocks[Keyed] = NamedBlocks()
+    order, now = named.update(found, keyed_by(scopes, cache.config.indexed_group)), time.time_ns()
+    blocks = [published_block(found, at, keyed, now) for at in order if (keyed := named.names[at])]
     keys = [entry.key for block in blocks for entry in block.entries]
     is_there = dict(zip(keys, questions.contains(keys), strict=True))
     new = [block for block in blocks if not all(is_there[entry.key] for entry in block.entries)]
@@ -90,7 +101,7 @@ def write_blocks(
     for start in range(0, len(new), size):
         items = [
             (key, pack_block(name, arrays))
-            for name, key, arrays in _contents(cache, new[start : start + size], size)
+            for name, key, arrays in read_contents(cache, new[start : start + size], size)
             if not is_there[key]
         ]
         if questions.put(items):
@@ -115,7 +126,7 @@ def write_lists(questions: Questions, listed: Listed, *, is_open: bool) -> None:
         write_namespaces(questions, weights, config, [scope.namespace for scope in listed])
 
 
-def _contents(
+def read_contents(
     cache: Cache, blocks: Sequence[Published], size: int
 ) -> Iterator[tuple[BlockName, str, dict[str, np.ndarray]]]:
     """Yields the name, key and arrays of blocks and of those linked to them; one program exports `size`."""

@@ -5,8 +5,10 @@ digest of all that the contents depend on: weights, config, namespace, the block
 the key of the block before.
 """
 
+import functools
 import hashlib
 import json
+import math
 import struct
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -116,6 +118,7 @@ def digest(*values: Any) -> str:
     return total.hexdigest()
 
 
+@functools.lru_cache(16)
 def config_digest(config: CacheConfig) -> str:
     """Computes the digest of what a config says of a block's contents; sizes of pools and tables are not."""
 
@@ -208,7 +211,7 @@ def unpack_block(
         raise BadValueError("of other tokens")
     arrays, start = {}, 0
     for array, dtype, shape in specs:
-        size = jnp.dtype(dtype).itemsize * int(np.prod(shape))
+        size = jnp.dtype(dtype).itemsize * math.prod(shape)
         if start + size > len(rest):
             raise BadValueError("another length than its arrays")
         arrays[array] = np.frombuffer(rest[start : start + size], jnp.dtype(dtype)).reshape(shape)

@@ -1,11 +1,19 @@
 """Events on a socket: numbered, sent again on request, in the bytes that subscribers of vLLM decode."""
 
+import queue
 import struct
 import sys
 
 import pytest
 
-from kvcache_jax.processes import AllBlocksCleared, BlockRemoved, BlockStored, EventPublisher
+from kvcache_jax.processes import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventPublisher,
+    IndexFollower,
+)
+from tests.support.prefix_user import CONFIG, PrefixUser
 
 msgspec, zmq = pytest.importorskip("msgspec"), pytest.importorskip("zmq")
 
@@ -135,6 +143,24 @@ def test_the_last_batches_alone_are_kept(context):
                     pass
             kept = [decoded(payload).events[0].block_hashes for _, payload in replayed(context, publisher, 0)]
     assert kept == [[5], [6], [7], [8]]
+
+
+def test_subscribers_are_told_of_all_blocks_again_after_some_were_not_sent(monkeypatch):
+    user, sent = PrefixUser(CONFIG), []
+    with EventPublisher("tcp://127.0.0.1:*") as publisher:
+        for start, is_full in ((1, False), (2, True), (3, True), (4, False), (4, False)):
+
+            def publish(events, is_full=is_full):
+                if is_full:
+                    raise queue.Full
+                sent.append(events)
+
+            monkeypatch.setattr(publisher, "publish", publish)
+            user.start(0, user.new_text(start, 9))
+            user.free(0)
+            publisher.look(user.cache)
+    assert sent[1:] == [[AllBlocksCleared(), *IndexFollower().update(user.cache)], []]
+    assert sum(len(event.block_hashes) for event in sent[1][1:]) == 4 * 2
 
 
 def test_an_absent_package_is_named_with_the_extra(monkeypatch):

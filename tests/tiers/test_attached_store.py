@@ -20,13 +20,9 @@ class SlowStore(kv.tiers.MemoryStore):
         self.is_asked, self.may_answer = threading.Event(), threading.Event()
 
     def contains(self, keys):
-        assert self.may_answer.wait(60)
-        return super().contains(keys)
-
-    def put(self, items):
         self.is_asked.set()
         assert self.may_answer.wait(60)
-        super().put(items)
+        return super().contains(keys)
 
 
 @pytest.fixture
@@ -35,7 +31,7 @@ def store():
 
 
 def attached(store, **options):
-    return kv.tiers.AttachedStore(store, weights="w", **options)
+    return kv.tiers.AttachedStore(store, weights="w", **{"timeout": 60} | options)
 
 
 def served(*texts, namespace=None):
@@ -74,11 +70,32 @@ def test_what_the_queue_has_no_room_for_is_dropped_and_counted(store):
     assert store.is_asked.wait(60)  # the first job left the queue
     saved += [link.save(user.cache).num_saved for user in users[1:]]
     assert saved[-1] == 0 and link.num_dropped >= 2
-    _, is_done = link.find(kv.init(CONFIG), users[0].new_text(1, 9))
-    assert is_done  # a miss, which needs no look
     store.may_answer.set()
     link.flush()
     assert link.save(users[-1].cache).num_saved == 2  # what was dropped is tried again
+    assert link.close()
+
+
+def test_what_was_handed_over_is_listed_though_the_end_comes_first(store):
+    user, link = served((1, 9)), attached(store)
+    assert link.save(user.cache).num_saved == 2 and not link.close(timeout=0.01)
+    store.may_answer.set()
+    assert link.close()
+    assert kv.tiers.load(store, kv.init(CONFIG), weights="w")[1].num_loaded == 2
+
+
+def test_a_prompt_waits_no_longer_than_it_may(store):
+    link, cache, user = attached(store, timeout=0.02), kv.init(CONFIG), PrefixUser(CONFIG)
+    assert not link.find(cache, user.new_text(1, 9))[1]
+    assert store.is_asked.wait(60)
+    for _ in range(1000):
+        if link.find(cache, user.new_text(1, 9))[1]:
+            break
+        threading.Event().wait(0.01)
+    assert link.num_dropped == 1
+    assert link.find(cache, user.new_text(2, 9))[1]  # while the store hangs no prompt waits at all
+    assert link.num_dropped == 2 and link.metrics()["vllm:external_prefix_cache_hits"] == 0
+    store.may_answer.set()
     assert link.close()
 
 

@@ -1,0 +1,54 @@
+"""Attachments of an engine: they see the cache, and may change it, while no dispatch is under way."""
+
+from kvcache_jax.core.attachment import Attachment
+from kvcache_jax.core.state import Cache
+from kvcache_jax.engine.table import RequestTable
+
+
+class Attachments:
+    """All that is attached to an engine, whose state is of a mesh's shards, or of one cache.
+
+    Attributes:
+      is_new: Whether a dispatch has changed the cache since they saw it.
+    """
+
+    def __init__(self, is_of_shards: bool):
+        self._is_of_shards, self._attached = is_of_shards, list[Attachment]()
+        self.is_new = False
+
+    def __len__(self) -> int:
+        return len(self._attached)
+
+    def add(self, attachment: Attachment) -> None:
+        """Adds one; requests that wait for others are not asked for it."""
+        if not isinstance(attachment, Attachment):
+            raise TypeError(
+                f"attachment is a {type(attachment).__name__}, expected such as a kv.tiers.AttachedStore"
+            )
+        if self._is_of_shards:
+            raise ValueError(
+                "the engine has a placement, and an attachment sees one cache and not a mesh's, expected an "
+                "engine without"
+            )
+        # Who is asked next is counted from the end.
+        self._attached.insert(0, attachment)
+        self.is_new = True
+
+    def attend(self, cache: Cache, table: RequestTable) -> Cache:
+        """Shows all the cache, and has them put into it what they have of requests that wait for them."""
+        if self.is_new:
+            self.is_new = False
+            for each in self._attached:
+                each.look(cache)
+        for sample in table.asking():
+            while sample.num_to_ask:
+                asked = self._attached[-sample.num_to_ask]
+                cache, is_done = asked.find(cache, sample.known, table.namespace_of(sample))
+                if not is_done:
+                    break
+                sample.num_to_ask -= 1
+        return cache
+
+    def metrics(self) -> dict[str, float]:
+        """Collects the metrics of all."""
+        return {name: value for each in self._attached for name, value in each.metrics().items()}
