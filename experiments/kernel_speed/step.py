@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -76,9 +77,18 @@ def make_decoder(config: DecoderConfig = LLAMA_1B) -> Decoder:
     return Decoder(config, rngs=nnx.Rngs(0))
 
 
-def step_contest(decoder: Decoder, sizes: StepSizes, interpret: bool = False) -> tuple[Contest, list[Side]]:
-    """XLA's attention and ours with the kernels, both in bfloat16 and both checked against float32."""
+def step_contest(
+    decoder: Decoder,
+    sizes: StepSizes,
+    interpret: bool = False,
+    laid_out: Callable[[Decoder], Decoder] = lambda decoder: decoder,
+) -> tuple[Contest, list[Side]]:
+    """XLA's attention and ours with the kernels, both in bfloat16 and both checked against float32.
+
+    Both compute with the decoder as `laid_out`.
+    """
     expected = expected_logits(decoder, sizes)
+    decoder = laid_out(decoder)
     num_bytes = param_bytes(decoder) + kv_bytes(decoder.config, sizes)
     contest = Contest(
         sizes.name, num_bytes, lambda logits: error_of(logits, expected), TOLERANCE, sizes.num_steps
