@@ -4,10 +4,10 @@ SHELL := /bin/sh
 
 EXTRAS := tests,training
 # Each with files of its own, for the tests of a file share compiled functions. A test that hangs, such as a kernel
-# that waits for what never comes, ends its worker after two minutes, and the report names it.
+# that waits for what never comes, ends its worker after five minutes, and the report names it.
 WORKERS := 2
 PYTEST := -m pytest -n $(WORKERS) --dist loadfile --max-worker-restart=0 \
-	-o faulthandler_timeout=120 -o faulthandler_exit_on_timeout=true
+	-o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true
 # What runs on the oldest supported jax: the tests marked `contract`. Only their files are read, for others import
 # what is not installed there.
 CONTRACT_TESTS = $(shell grep -rl 'pytest\.mark\.contract' tests --include='test_*.py')
@@ -53,7 +53,7 @@ test: .venv
 
 # What `make test` leaves out: more cases, more seeds, studies.
 test-slow: .venv
-	$(PY) $(PYTEST) -o faulthandler_timeout=300 -m slow
+	$(PY) $(PYTEST) -m slow
 
 test-all: test test-slow
 
