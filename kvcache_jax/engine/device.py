@@ -40,6 +40,13 @@ class Arrival(NamedTuple):
     is_late: bool  # they were there before the host asked
 
 
+class _Kept(NamedTuple):
+    """What is left of a state whose memory was given back: its arrays, in numpy, or None; where they were."""
+
+    state: EngineState | None
+    homes: Any
+
+
 class Device:
     """Runs the program of an engine, from dispatch to dispatch.
 
@@ -63,6 +70,7 @@ class Device:
         self.read = Reader()
         self._state: EngineState | None = None
         self._failure: Exception | None = None
+        self._kept: _Kept | None = None
         self._in_flight: deque[_Flight] = deque()
         self._arrived_at = 0.0
 
@@ -76,6 +84,8 @@ class Device:
         """The state after all dispatches; donated by the next one."""
         if self._failure is None and self._state is not None:
             return self._state
+        if self._kept is not None:
+            raise RuntimeError("the engine's memory was given back, expected engine.restore()")
         raise EngineFailed(
             "the device, or a callback in the model, failed and the engine's state is lost, expected "
             "engine.reset(): all requests that have not ended go on"
@@ -86,7 +96,7 @@ class Device:
 
         The old state's memory is given back before. If the device fails, there is no state.
         """
-        self._state = None
+        self._state = self._kept = None
         self._in_flight.clear()
         try:
             self._state = self._shards.place(self._sizes, self._outbox_shape, counters)
@@ -94,6 +104,29 @@ class Device:
             self._failure = error
         else:
             self._failure = None
+
+    def release(self, keeps: bool) -> None:
+        """Gives the state's memory back, of which the host `keeps` a copy, while no dispatch is under way."""
+        state = self.state
+        homes = jax.tree.map(lambda x: x.sharding, state)
+        host = jax.tree.map(lambda x: np.array(x), jax.device_get(state)) if keeps else None
+        self._kept, self._state = _Kept(host, homes), None
+        for leaf in jax.tree.leaves(state):
+            leaf.delete()
+
+    def restore(self) -> bool:
+        """Takes the memory of a state that was kept again; False where none was, for `begin`.
+
+        Raises:
+          RuntimeError: nothing was released.
+          jax.errors.JaxRuntimeError: there is no memory; what was kept still is.
+        """
+        if self._kept is None:
+            raise RuntimeError("the engine has its memory, expected engine.release() before restore()")
+        if self._kept.state is None:
+            return False
+        self._state, self._kept = jax.block_until_ready(jax.device_put(*self._kept)), None
+        return True
 
     def with_same_shapes(self, params: Any) -> Any:
         """Refuses parameters that the program was not compiled for, and puts others where it wants them."""

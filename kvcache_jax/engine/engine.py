@@ -397,13 +397,44 @@ class Engine:
           EngineFailed: the device fails still. Then call it again.
         """
         with self._consumer, uninterrupted(), self._lock:
-            self._device.begin(self._delivery.counters())
-            self._delivery.forget_rows()
-            self._attached.is_new = True
-            for table in self._tables:
-                for sample, reason in table.send_again():
-                    self._delivery.end(sample, reason, self.clock())
+            self._begin()
+
+    def release(self, *, keep: bool = False) -> None:
+        """Gives the memory of the cache back until `restore`, such as for training between rollouts.
+
+        Dispatches under way end before; their events are for the consumer. Requests may be pushed, cancelled
+        and given other weights meanwhile, and go on after `restore`.
+
+        Args:
+          keep: Keep all that is cached and computed in host memory. Default: forget it, so that requests are
+            computed anew from their tokens, as after `reset`.
+
+        Raises:
+          EngineFailed: the device, or a callback in the model, failed.
+          RuntimeError: the memory was given back before.
+        """
+        keep = static_flag("keep", keep)
+        with self._consumer:
             _ = self._device.state
+            while self._device.num_in_flight:
+                arrival = self._device.arrival()
+                with uninterrupted(), self._lock:
+                    self._take_in(arrival, 0.0)
+            with uninterrupted(), self._lock:
+                self._attend()
+                self._device.release(keep)
+
+    def restore(self) -> None:
+        """Takes the memory again that `release` gave back; nothing is compiled.
+
+        Raises:
+          RuntimeError: nothing was released.
+          EngineFailed, jax.errors.JaxRuntimeError: there is no memory, or the device fails. Then call it
+            again; no request is lost, nor what was kept.
+        """
+        with self._consumer, uninterrupted(), self._lock:
+            if not self._device.restore():
+                self._begin()
 
     def lower(self) -> jax.stages.Lowered:
         """Lowers the engine's program, to be compiled ahead or looked into; runs nothing.
@@ -416,6 +447,16 @@ class Engine:
             params, state = self.params, self._device.state
         # Not under the lock, for which pushes wait; an array that is donated meanwhile has a shape still.
         return self._device.lower(params, state, inboxes)
+
+    def _begin(self) -> None:
+        """Makes a new state, and tells it of all requests that have not ended."""
+        self._device.begin(self._delivery.counters())
+        self._delivery.forget_rows()
+        self._attached.is_new = True
+        for table in self._tables:
+            for sample, reason in table.send_again():
+                self._delivery.end(sample, reason, self.clock())
+        _ = self._device.state
 
     def _set_weights(self, namespace: ArrayLike | None) -> None:
         self._weights = one_namespace(namespace)

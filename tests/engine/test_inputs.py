@@ -131,14 +131,24 @@ def with_inputs(rng, i):
 
 
 @pytest.mark.slow
-def test_random_mixes_with_inputs_resets_and_early_ends():
-    """Every row has its own inputs in every part of a step; automata go on across preemptions and resets."""
+def test_random_mixes_with_inputs_resets_releases_and_early_ends():
+    """Every row has its own inputs in every part of a step; automata go on whatever comes between."""
     engine = make_engine()
+    rng = np.random.default_rng()
+
+    def disturb():
+        kind = rng.random()
+        if kind < 0.05:
+            engine.reset()
+        elif kind < 0.15:
+            engine.release(keep=kind < 0.1)
+            engine.restore()
+
     for seed in range(12):
         rng = np.random.default_rng(seed)
         engine._pace = RandomPace(8, rng)
         requests = [with_inputs(rng, i) for i in range(9)]
-        said = collect(engine, requests, lambda rng=rng: engine.reset() if rng.random() < 0.05 else None)
+        said = collect(engine, requests, disturb)
         for request in requests:
             for i in range(request.num_samples):
                 assert said[request.id, i][::2] == alone(request, i), (seed, request)
