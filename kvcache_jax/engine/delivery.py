@@ -152,6 +152,13 @@ class Delivery:
             [[counts[name] % 2**32 for name in EngineCounter] for counts in self._counts], np.uint32
         )
 
+    def begin_again(self, now: float) -> None:
+        """Has a new state told of all samples, and ends those that were to end."""
+        self.forget_rows()
+        for table in self._tables:
+            for sample, reason in table.send_again():
+                self.end(sample, reason, now)
+
     def forget_rows(self) -> None:
         """Hears that no request runs."""
         self._reports = np.zeros((len(self._tables), self._outbox), np.int32)

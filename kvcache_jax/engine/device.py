@@ -41,7 +41,7 @@ class Arrival(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """What is left of a state whose memory was given back: its arrays, in numpy, or None; where they were."""
+    """The rest of a state whose memory was given back: its arrays in numpy, or None; and where they were."""
 
     state: EngineState | None
     homes: Any

@@ -402,35 +402,26 @@ class Engine:
     def release(self, *, keep: bool = False) -> None:
         """Gives the memory of the cache back until `restore`, such as for training between rollouts.
 
-        Dispatches under way end before; their events are for the consumer. Requests may be pushed, cancelled
-        and given other weights meanwhile, and go on after `restore`.
+        Requests may be pushed and cancelled, and weights set, meanwhile; all go on after `restore`.
 
         Args:
-          keep: Keep all that is cached and computed in host memory. Default: forget it, so that requests are
-            computed anew from their tokens, as after `reset`.
+          keep: Keep the cache in host memory. Default: forget it, as `reset` does.
 
         Raises:
-          EngineFailed: the device, or a callback in the model, failed.
-          RuntimeError: the memory was given back before.
+          EngineFailed, RuntimeError: the device failed, or the memory was given back before.
         """
         keep = static_flag("keep", keep)
-        with self._consumer:
-            _ = self._device.state
+        with self._consumer, uninterrupted(), self._lock:
             while self._device.num_in_flight:
-                arrival = self._device.arrival()
-                with uninterrupted(), self._lock:
-                    self._take_in(arrival, 0.0)
-            with uninterrupted(), self._lock:
-                self._attend()
-                self._device.release(keep)
+                self._take_in(self._device.arrival(), 0.0)
+            self._attend()
+            self._device.release(keep)
 
     def restore(self) -> None:
         """Takes the memory again that `release` gave back; nothing is compiled.
 
         Raises:
-          RuntimeError: nothing was released.
-          EngineFailed, jax.errors.JaxRuntimeError: there is no memory, or the device fails. Then call it
-            again; no request is lost, nor what was kept.
+          RuntimeError: nothing was released; or there is no memory: then call it again, nothing is lost.
         """
         with self._consumer, uninterrupted(), self._lock:
             if not self._device.restore():
@@ -451,11 +442,8 @@ class Engine:
     def _begin(self) -> None:
         """Makes a new state, and tells it of all requests that have not ended."""
         self._device.begin(self._delivery.counters())
-        self._delivery.forget_rows()
+        self._delivery.begin_again(self.clock())
         self._attached.is_new = True
-        for table in self._tables:
-            for sample, reason in table.send_again():
-                self._delivery.end(sample, reason, self.clock())
         _ = self._device.state
 
     def _set_weights(self, namespace: ArrayLike | None) -> None:

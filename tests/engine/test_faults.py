@@ -110,8 +110,8 @@ def test_an_interrupt_while_a_report_is_awaited_loses_no_token(monkeypatch):
     monkeypatch.setattr(Reader, "__call__", interrupted)
     while engine.num_unfinished and num_reads[0] < 40:
         with pytest.raises(KeyboardInterrupt):
-            engine.drain()
-        engine.drain()
+            engine.drain(max_steps=8)
+        engine.drain(max_steps=8)
         note(said, engine.take_events())
     assert engine.num_unfinished == 0
     expect(said, requests)

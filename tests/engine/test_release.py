@@ -108,6 +108,8 @@ def test_without_memory_nothing_is_lost(monkeypatch):
     with pytest.raises(jax.errors.JaxRuntimeError):
         engine.restore()
     monkeypatch.setattr(jax, "device_put", device_put)
+    with pytest.raises(RuntimeError, match=r"expected engine\.restore\(\)"):
+        engine.drain()
     engine.restore()
     said = {}
     note(said, engine)
