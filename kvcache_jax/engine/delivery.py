@@ -153,7 +153,7 @@ class Delivery:
         )
 
     def begin_again(self, now: float) -> None:
-        """Has a new state told of all samples, and ends those that were to end."""
+        """Tells a new state of all samples, and ends those that were to end."""
         self.forget_rows()
         for table in self._tables:
             for sample, reason in table.send_again():
