@@ -150,6 +150,8 @@ def test_interrupts_at_any_moment_of_a_drain_lose_no_token():
     engine.compile()
     requests = [random_request(rng, i) for i in range(30)]
     waiting = requests
+    # A job in the background, as a shell starts it, ignores SIGINT.
+    interrupts = signal.signal(signal.SIGINT, signal.default_int_handler)
     before = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
         while waiting or engine.num_unfinished:
@@ -166,6 +168,7 @@ def test_interrupts_at_any_moment_of_a_drain_lose_no_token():
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGINT, interrupts)
     assert num_caught > 10
     for request in requests:
         for i in range(request.num_samples):
