@@ -144,7 +144,7 @@ def test_random_mixes_with_inputs_resets_releases_and_early_ends():
             engine.release(keep=kind < 0.1)
             engine.restore()
 
-    for seed in range(12):
+    for seed in range(8):
         rng = np.random.default_rng(seed)
         engine._pace = RandomPace(8, rng)
         requests = [with_inputs(rng, i) for i in range(9)]

@@ -72,7 +72,7 @@ def test_scores_are_those_of_transformers_and_of_beams(family):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["qwen3_next", "nemotron_h"])
 def test_the_engine_chooses_the_tokens_of_transformers(family):
     """In pieces of odd lengths, with drafts of the text; the second time from snapshots."""
     prompts, wanted = make_prompts(family)

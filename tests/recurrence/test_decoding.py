@@ -102,7 +102,6 @@ def test_scores_are_those_of_whole_texts(prompts):
     [
         dict(),
         dict(num_drafts=3),
-        pytest.param(dict(batch_invariant=True), marks=pytest.mark.slow),
         pytest.param(dict(batch_invariant=True, num_drafts=3), marks=pytest.mark.slow),
     ],
     ids=str,

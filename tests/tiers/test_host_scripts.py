@@ -22,15 +22,15 @@ CASES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_random_script(case):
-    """1,500 calls each, of which 10,500 in all, and whatever they do every row reads its own tokens."""
+    """1,000 calls each, 7,000 in all, and whatever they do every row reads its own tokens."""
     script = HostScript(sorted(CASES).index(case), host_config(**CASES[case]))
-    for _ in range(1500):
+    for _ in range(1000):
         script.step()
     script.check("the end")
     stats = kv.tiers.host_stats(script.cache)
     found = script.counts["hits"], *script.num_promoted.values()
     found = *found, script.num_overwritten, int(stats.num_demoted)
-    assert found[0] > 100 and sum(found[1:3]) > 20 and found[3] > 10 and found[4] > 50, found
+    assert found[0] > 60 and sum(found[1:3]) > 13 and found[3] > 6 and found[4] > 33, found
 
 
 def test_a_short_script():
