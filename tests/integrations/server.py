@@ -154,7 +154,8 @@ def main(arguments: list[str] | None = None) -> int:
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None and not options.no_browser:
         parser.error(f"there is no {BROWSERS[0]} on PATH: install it, or leave the page out by --no-browser")
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it, as would a child
+    # A job in the background ignores SIGINT, and so would a child of it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     command = [sys.executable, "-m", "experiments.server", "--port", "0", "--rows", "4"]
     command += ["--chat-template", "plain"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
