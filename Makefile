@@ -51,9 +51,9 @@ block-map: .venv
 test: .venv
 	$(PY) $(PYTEST) -m "not slow"
 
-# What `make test` leaves out: more cases, more seeds, studies.
+# What `make test` leaves out: more cases, more seeds, studies. With SHARE=0/2 or 1/2 one half of it.
 test-slow: .venv
-	$(PY) $(PYTEST) -m slow
+	$(PY) $(PYTEST) -m slow $(if $(SHARE),--share $(SHARE))
 
 test-all: test test-slow
 

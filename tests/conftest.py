@@ -4,6 +4,7 @@ import gc
 import os
 import pathlib
 import shutil
+import zlib
 
 # Read when jax is imported or starts its backend, so they stand before the import. Most of the tests' time is
 # spent on compiling, so LLVM is told to hurry; XLA decides on fusions, buffers and copies before that.
@@ -19,6 +20,8 @@ import hypothesis
 import hypothesis.configuration
 import jax
 import pytest
+
+from kvcache_jax.decoding import arguments
 
 MAPS = pathlib.Path("/proc/self/maps")
 NUM_PROGRAMS = [0]  # that this process has compiled or loaded since it last counted its maps
@@ -43,6 +46,24 @@ hypothesis.configuration.set_hypothesis_home_dir(CACHE_DIR / "hypothesis")
 hypothesis.settings.register_profile("ci", deadline=None, max_examples=20, derandomize=True, print_blob=True)
 hypothesis.settings.register_profile("thorough", deadline=None, max_examples=1000, print_blob=True)
 hypothesis.settings.load_profile("ci")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--share", metavar="K/N", help="runs of the chosen tests the K-th share of N, K from 0")
+
+
+@pytest.hookimpl(trylast=True)  # after -m and -k have chosen
+def pytest_collection_modifyitems(config, items):
+    """Keeps a share of the tests, which depends on their names alone: the N shares together are all."""
+    if share := config.getoption("share"):
+        index, count = map(int, share.split("/"))
+        if not 0 <= index < count:
+            raise pytest.UsageError(f"--share is {share}, expected K/N with 0 <= K < N")
+        shares = [[] for _ in range(count)]
+        for item in items:
+            shares[zlib.crc32(item.nodeid.encode()) % count].append(item)
+        items[:] = shares.pop(index)
+        config.hook.pytest_deselected(items=sum(shares, []))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -83,6 +104,12 @@ def drop_programs():
         NUM_PROGRAMS[0] = 0
         if not MAPS.exists() or MAPS.read_bytes().count(b"\n") > 40_000:
             jax.clear_caches()
+
+
+@pytest.fixture(autouse=True)
+def forget_functions():
+    """Each test is a program of its own: functions that others made of the same code are no cause to warn."""
+    arguments._functions_of_code.clear()
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import pytest
 from test_readme import README
 
-from kvcache_jax.decoding import arguments
 from tests.support.examples import run_examples
 
 DOCS = README.parent / "docs"
@@ -20,9 +19,7 @@ def test_every_guide_has_examples():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", GUIDES)
-def test_a_guide_runs(name, monkeypatch):
-    # Guides begin with the same model, which in one process looks like a function that is made anew.
-    monkeypatch.setattr(arguments, "_functions_of_code", {})
+def test_a_guide_runs(name):
     text = GUIDES[name].read_text()
     found = run_examples(text, str(GUIDES[name]))
     assert len(found) == text.count("```python"), "a python block is indented or not closed"

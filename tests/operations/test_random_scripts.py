@@ -137,10 +137,10 @@ SCRIPTS = {
     "alike": (with_(by_policy, ALIKE, 1), 5, 800, BY_POLICY),
     "lfu": (with_(by_policy, "lfu", 3), 5, 800, BY_POLICY),
     "mixed": (with_(by_policy, MIXED, 4), 5, 800, BY_POLICY),
-    **seeds("chunks", 4, chunks, 2_700, COMPRESSED | KEPT),
-    **seeds("chunks of windows", 2, window_chunks, 1_600, LOST | {"drop OK": 50, "composed": 250}),
+    **seeds("chunks", 2, chunks, 2_700, COMPRESSED | KEPT),
+    **seeds("chunks of windows", 1, window_chunks, 1_600, LOST | {"drop OK": 50, "composed": 250}),
     # They publish no more than what still is a prefix, and what others publish stays right.
-    **seeds("chunks and prefixes", 3, prefix_chunks, 2_000, COMPRESSED | PUBLISHED),
+    **seeds("chunks and prefixes", 2, prefix_chunks, 2_000, COMPRESSED | PUBLISHED),
     # Tokens, invariants, and that a refusal is due: hits here depend on when windows roll.
     "prefixes of windows, short": (WindowScript, 2, 500, OF_WINDOWS),
     "prefixes of windows": (WindowScript, 0, 1_000, OF_WINDOWS),
