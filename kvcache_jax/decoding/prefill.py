@@ -47,6 +47,7 @@ class Scores(NamedTuple):
     """Log-probabilities of the tokens that follow the tokens of a call."""
 
     logprobs: jax.Array  # f32[P, T], log-probability of each target
+    is_greedy: jax.Array  # bool[P, T], whether no token is more probable than the target
     is_scored: jax.Array  # bool[P, T], whether its logits are numbers
 
 
@@ -201,9 +202,9 @@ def _feed_pieces(
     ends = jnp.where(step.query_len[:, None] > 0, ends, 0)
     if not is_scoring:
         return cache, status, ends, None
-    logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
-    logprobs = jnp.take_along_axis(logprobs, jnp.asarray(pieces.targets)[..., None], axis=2)[..., 0]
-    return cache, status, ends, Scores(logprobs, are_numbers(logits))
+    of_all = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+    logprobs = jnp.take_along_axis(of_all, jnp.asarray(pieces.targets)[..., None], axis=2)[..., 0]
+    return cache, status, ends, Scores(logprobs, logprobs >= of_all.max(axis=-1), are_numbers(logits))
 
 
 def padded_step(

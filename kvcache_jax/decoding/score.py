@@ -15,7 +15,7 @@ from kvcache_jax.core.status import Status, raise_for_status
 from kvcache_jax.decoding.arguments import as_list, check_model, model_tokens, usable_prefill_len
 from kvcache_jax.decoding.forward import Forward, prepared
 from kvcache_jax.decoding.host import idle_cache
-from kvcache_jax.decoding.prefill import feed, prefill
+from kvcache_jax.decoding.prefill import Scores, feed, prefill
 from kvcache_jax.decoding.prompts import KEEP_ALL, NOT_LOOKED_UP, PromptCall, PromptSource
 from kvcache_jax.decoding.sampling import are_numbers
 from kvcache_jax.operations.allocate import allocate
@@ -30,6 +30,7 @@ class ScoreResult:
 
     Attributes:
       logprobs: f32[len(continuation)] log-probability of each token, per continuation.
+      is_greedy: bool[len(continuation)] whether no token is more probable, per continuation.
       cache: The cache at the end, all rows idle; with prefix caching it still knows the context.
       num_cached_tokens: Tokens of the context that the prefix cache had.
       num_reused_tokens: Tokens of the context that `prompts` put into its row, not computed.
@@ -37,6 +38,7 @@ class ScoreResult:
     """
 
     logprobs: list[np.ndarray]
+    is_greedy: list[np.ndarray]
     cache: Cache
     num_cached_tokens: int
     num_reused_tokens: int
@@ -161,29 +163,32 @@ def score(
         cache, fed = feed(
             forward, params, cache, history, length - 1, prefill_len=prefill_len, is_scoring=True
         )
-        found, is_scored = np.zeros(history.shape, np.float32), np.ones(history.shape, bool)
+        found = Scores(*(np.ones(history.shape, dtype) for dtype in (np.float32, bool, bool)))
         for pieces, scores in fed.scores:
-            logprobs, has_numbers = np.asarray(scores.logprobs), np.asarray(scores.is_scored)
+            scores = jax.device_get(scores)
             for i, num_tokens in enumerate(pieces.num_tokens):
                 behind = pieces.rows[i], slice(pieces.first[i] + 1, pieces.first[i] + 1 + num_tokens)
                 if num_tokens:
-                    found[behind], is_scored[behind] = logprobs[i, :num_tokens], has_numbers[i, :num_tokens]
+                    for values, new in zip(found, scores, strict=True):
+                        values[behind] = new[i, :num_tokens]
         status = np.asarray(fed.status)[rows].tolist()
         for row, i, end in zip(rows, wave, status, strict=True):
             if end != Status.OK:
                 continue
-            if not is_scored[row].all():
-                nth = int(is_scored[row].argmin()) - len(shared) - 1
+            if not found.is_scored[row].all():
+                nth = int(found.is_scored[row].argmin()) - len(shared) - 1
                 raise FloatingPointError(_NO_SCORE.format(f"token {nth} of continuation {i}"))
-            results[i][1:] = found[row, len(shared) + 1 : length[row]]
+            results[i][1:] = found.logprobs[row, len(shared) + 1 : length[row]]
+            is_greedy[i][1:] = found.is_greedy[row, len(shared) + 1 : length[row]]
         return free(cache, ids)[0], status
 
     held, admission, firsts = hold_context(idle_cache("score", cache, config))
     num_reused_tokens = context_rows.num_reused_tokens  # may be held again, and counts once
     results = [np.full(len(tokens), np.nan, np.float32) for tokens in own]
-    for found, tokens in zip(results, own, strict=True):
+    is_greedy = [np.zeros(len(tokens), bool) for tokens in own]
+    for i, tokens in enumerate(own):
         if len(tokens) and tokens[0] < len(firsts):
-            found[0] = firsts[tokens[0]]
+            results[i][0], is_greedy[i][0] = firsts[tokens[0]], firsts[tokens[0]] >= firsts.max()
     # Only continuations of more than one token need a row: the context's logits score the first.
     waiting, lonely = [i for i, tokens in enumerate(own) if len(tokens) > 1], []
     most = config.max_seqs - 1
@@ -204,6 +209,7 @@ def score(
     held, _ = free(held, [0])
     return ScoreResult(
         logprobs=results,
+        is_greedy=is_greedy,
         cache=held,
         num_cached_tokens=int(admission.num_cached[0]),
         num_reused_tokens=num_reused_tokens,

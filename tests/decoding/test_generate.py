@@ -385,18 +385,26 @@ def test_score_equals_the_model_without_a_cache():
     context = PROMPTS[2]
 
     def score(context, continuations):
-        return kv.score(forward, PARAMS, context, continuations, config(**FEW), prefill_len=3).logprobs
+        return kv.score(forward, PARAMS, context, continuations, config(**FEW), prefill_len=3)
 
     short = [[1, 2, 3], [7], [], [15] * 9, [2, 2], [3, 1, 4, 1, 5]]
     # No three of these fit at a time, and the first two not even as a fork, which copies the block that the
     # context ends in: all seven blocks are for the one continuation.
     long = [[1, 2, 3] * 6, [7] * 17, [2, 2, 5, 1] * 3, [15] * 10]
     for continuations in (short, long):
-        check_scores(continuations, score(context, continuations), context)
-    (alone,) = score([5], [[6, 7]])
+        check_scores(continuations, score(context, continuations).logprobs, context)
+    best, _ = greedy(context, 4)
+    nearly = [best[0], (best[1] + 1) % VOCAB, 2]
+    found = score(context, [best, nearly, nearly[1:], []]).is_greedy
+    second = int(logprobs_of([*context, *nearly[:2]]).argmax()) == 2
+    assert [flags.tolist() for flags in found[:2]] == [[True] * 4, [True, False, second]]
+    assert found[2][0] == (nearly[1] == best[0]) and len(found[3]) == 0
+    (alone,) = score([5], [[6, 7]]).logprobs
     check_scores([[6, 7]], [alone], [5])
-    beyond, first = score([5], [[6, VOCAB], [VOCAB]])
+    result = score([5], [[6, VOCAB], [VOCAB]])
+    beyond, first = result.logprobs
     assert beyond[0] == alone[0] and np.isnan(beyond[1]) and np.isnan(first).tolist() == [True]
+    assert not result.is_greedy[0][1] and not result.is_greedy[1][0]
     with pytest.raises(ValueError, match="context has 0 tokens, expected at least 1"):
         kv.score(forward, PARAMS, [], [[1]], config())
     with pytest.raises(ValueError, match="prefill_len is 0, expected at least 1"):
