@@ -114,6 +114,7 @@ docs: .venv-docs
 integrations: .venv-integrations
 	$(PY_INTEGRATIONS) -m tests.integrations.dynamo_indexer
 	$(PY_INTEGRATIONS) -m tests.integrations.server $(BROWSER)
+	$(PY_INTEGRATIONS) -m tests.integrations.harness
 
 # clean leaves the environments, distclean leaves a fresh clone.
 clean:
@@ -177,7 +178,7 @@ distclean: clean
 
 .venv-integrations/.made: .venv/.made
 	@$(call make_venv_on,.venv-integrations,.venv)
-	$(PY) -m pip --python $(PY_INTEGRATIONS) $(PIP_INSTALL) ai-dynamo-runtime openai
+	$(PY) -m pip --python $(PY_INTEGRATIONS) $(PIP_INSTALL) ai-dynamo-runtime openai lm-eval==0.4.13
 	@touch $@
 
 # XLA's CUDA plugin of the interpreter's jax, and the compiler and disassembler that it calls; no CUDA libraries.

@@ -14,7 +14,16 @@ import jax
 import pytest
 
 import kvcache_jax
-from tests.support.sources import LAYERS, NAMESPACES, ROOMS, ROOT, SOURCE_FOLDERS, read_imports, source_files
+from tests.support.sources import (
+    DOORS,
+    LAYERS,
+    NAMESPACES,
+    ROOMS,
+    ROOT,
+    SOURCE_FOLDERS,
+    read_imports,
+    source_files,
+)
 
 SHIPPED = ("pallas_kernels", "kvcache_jax")
 KERNEL_CALLERS = ("kvcache_jax/attention/mosaic.py",)
@@ -25,7 +34,7 @@ OPTIONAL_IMPORTS = {
     "kvcache_jax/processes/event_publisher.py": {"msgspec", "zmq"},
     "kvcache_jax/tiers/tensor_store.py": {"tensorstore"},
     "kvcache_jax/tiers/valkey_store.py": {"valkey"},
-}
+} | {f"kvcache_jax/integrations/{door}.py": {package, "tqdm"} for door, package in DOORS.items()}
 MAX_LINES = dict.fromkeys(LAYERS, 400) | {"kvcache_jax": 500, "tests": 500}
 # Of the tests, what concerns the whole repository.
 TESTS_OF_ALL = {"conftest.py", "reached_files.py"} | {
@@ -63,7 +72,7 @@ def import_violations(file: str, source: str) -> list[str]:
         elif layer in SHIPPED and top not in DEPENDENCIES and top not in sys.stdlib_module_names:
             if top not in OPTIONAL_IMPORTS.get(file, ()):
                 violations.append(f"{where}: the wheel depends on jax and numpy alone")
-            elif not entry.is_deferred:
+            elif not entry.is_deferred and not file.startswith("kvcache_jax/integrations/"):
                 violations.append(f"{where}: optional packages are imported inside a function")
     return violations
 
@@ -172,7 +181,8 @@ IMPORT_SCRIPT = """
 
     package = importlib.import_module({package!r})
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-        importlib.import_module(module.name)
+        if ".integrations." not in module.name:
+            importlib.import_module(module.name)
 
     from jax._src import xla_bridge
     assert not xla_bridge._backends, f"started backends: {{list(xla_bridge._backends)}}"
@@ -202,6 +212,26 @@ def test_import_needs_jax_and_numpy_alone_and_starts_nothing():
     result = import_alone("kvcache_jax", ROOT)
     assert result.returncode == 0, result.stderr
     assert (result.stdout, result.stderr) == ("", "")
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_door_names_the_package_that_is_absent_and_its_extra(door, monkeypatch):
+    """No other file of the library imports a door."""
+    for name in [name for name in sys.modules if name.split(".")[0] == DOORS[door]]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, DOORS[door], None)
+    monkeypatch.delitem(sys.modules, f"kvcache_jax.integrations.{door}", raising=False)
+    with pytest.raises(
+        ImportError, match=rf"integrations.{door} needs .*pip install 'kvcache_jax\["
+    ) as raised:
+        importlib.import_module(f"kvcache_jax.integrations.{door}")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    [extra] = re.findall(r"\[([\w-]+)\]", str(raised.value))
+    package = DOORS[door].replace("_", "-")
+    assert any(re.split("[>=]", each)[0].endswith(package) for each in extras[extra]), extras[extra]
+    for path in source_files(*LAYERS):
+        names = [entry.name for entry in read_imports(path.relative_to(ROOT).as_posix(), path.read_text())]
+        assert not [name for name in names if name.startswith("kvcache_jax.integrations")], path
 
 
 @pytest.mark.quick_cases(
@@ -252,6 +282,7 @@ def test_wheel_ships_two_typed_packages_that_need_jax_and_numpy():
         "tensorstore",
         "valkey",
         "events",
+        "lm-eval",
         "docs",
         "dev",
     }

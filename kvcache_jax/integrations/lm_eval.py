@@ -6,6 +6,7 @@ lm-eval's own command knows the models of its package alone. This one registers 
 this module does, and goes on as lm-eval's.
 """
 
+# pyright: reportMissingImports=false
 import logging
 import pkgutil
 from collections import defaultdict
@@ -99,11 +100,10 @@ class Model(TemplateLM):
     ):
         super().__init__()
         del batch_size, max_batch_size, device
-        if isinstance(model, str):
-            if ":" not in model:
-                raise ValueError(f"model is {model!r}, expected module:function, such as my_model:load")
-            model = pkgutil.resolve_name(model)
-        self._forward, self._params, self._config, self._tokenizer = model(**arguments)
+        if isinstance(model, str) and ":" not in model:
+            raise ValueError(f"model is {model!r}, expected module:function, such as my_model:load")
+        load: Any = pkgutil.resolve_name(model) if isinstance(model, str) else model
+        self._forward, self._params, self._config, self._tokenizer = load(**arguments)
         self._max_gen_toks, self.num_cached_tokens = int(max_gen_toks), 0
         firsts = [*self._tokenizer.encode("")[:1], *self._tokenizer.stop_tokens]
         if prefix_token is None and not firsts:
@@ -200,7 +200,8 @@ class Model(TemplateLM):
                 del waiting[: engine.push(waiting[:_PUSHED_AT_ONCE])]
                 engine.drain()
                 for event in engine.take_events():
-                    i, reason = event.id, event.finish_reason
+                    i: Any = event.id
+                    reason = event.finish_reason
                     tokens[i] += event.tokens
                     texts[i] += event.text or ""
                     if reason is None:

@@ -1,12 +1,13 @@
 """The public names of the library, by the rooms of their files, as pages of the site."""
 
+import ast
 import inspect
 import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import kvcache_jax as kv
-from tests.support.sources import ROOMS
+from tests.support.sources import DOORS, ROOMS, ROOT
 
 
 class Name(NamedTuple):
@@ -22,17 +23,32 @@ class Name(NamedTuple):
         return f"kvcache_jax.{self.place}"
 
     @property
+    def code(self) -> str:
+        """What callers write; a door is imported by itself."""
+        return self.place if self.room == "integrations" else f"kv.{self.place}"
+
+    @property
     def page(self) -> str:
         """The page of its entry, from the folder of the documents."""
         return f"api/{self.room}.md"
 
 
 def public_names() -> list[Name]:
-    """Lists every flat name, and every name of a namespace."""
-    return [
+    """Lists every flat name, every name of a namespace, and the classes of the doors."""
+    found = [
         Name(place, value.__module__.split(".")[1], inspect.getdoc(value).split("\n")[0])
         for place, value in _values()
     ]
+    return found + [name for door in DOORS for name in _of_door(door)]
+
+
+def _of_door(door: str) -> Iterator[Name]:
+    """Reads the classes of a door, whose package need not be here, without importing it."""
+    source = (ROOT / "kvcache_jax" / "integrations" / f"{door}.py").read_text()
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.ClassDef):
+            summary = (ast.get_docstring(node) or "").split("\n")[0]
+            yield Name(f"integrations.{door}.{node.name}", "integrations", summary)
 
 
 def _values() -> Iterator[tuple[str, object]]:
@@ -56,7 +72,7 @@ def room_page(room: str, names: list[Name]) -> str:
     """Writes a page with an entry for each name of a room."""
     lines = [f"# {room}", "", f"{_sentence(room_summaries()[room])}", ""]
     for name in names:
-        lines += [f"::: {name.anchor}", "    options:", f"      heading: kv.{name.place}"]
+        lines += [f"::: {name.anchor}", "    options:", f"      heading: {name.code}"]
         lines += [f"      toc_label: {name.place}", ""]
     return "\n".join(lines)
 
@@ -80,7 +96,7 @@ def index_page(names: list[Name]) -> str:
                 "| name | what it is or does |",
                 "| --- | --- |",
             ]
-            lines += [f"| [`kv.{name.place}`][{name.anchor}] | {_cell(name.summary)} |" for name in rows]
+            lines += [f"| [`{name.code}`][{name.anchor}] | {_cell(name.summary)} |" for name in rows]
     return "\n".join(lines) + "\n"
 
 

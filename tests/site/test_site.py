@@ -14,12 +14,14 @@ NAMES = {name.place: name for name in public_names.public_names()}
 def test_every_public_name_has_one_entry():
     spaces = [name for name in kv.__all__ if name not in NAMES]
     assert len(spaces) == 12 and len(kv.__all__) - len(spaces) == 67
-    assert len(NAMES) == 67 + sum(len(getattr(kv, space).__all__) for space in spaces)
+    doors = [name for name in NAMES if name.startswith("integrations.")]
+    assert {"integrations.lm_eval.Model", "integrations.flax_nnx.MultiHeadAttention"} <= {*doors}
+    assert len(NAMES) - len(doors) == 67 + sum(len(getattr(kv, space).__all__) for space in spaces)
     pages = public_names.pages()
     written = "\n".join(text for place, text in pages.items() if place != "api/index.md")
     for name in NAMES.values():
         assert written.split().count(name.anchor) == pages[name.page].split().count(name.anchor) == 1
-        assert f"[`kv.{name.place}`][{name.anchor}]" in pages["api/index.md"]
+        assert f"[`{name.code}`][{name.anchor}]" in pages["api/index.md"]
 
 
 def test_the_site_lists_every_page():

@@ -27,7 +27,10 @@ ROOMS = (
     "engine",
     "manager",
     "testing",
+    "integrations",
 )
+# Doors into programs of others: to import one takes the package that it is for.
+DOORS = {"flax_nnx": "flax", "lm_eval": "lm_eval"}
 # Files beside the rooms, which hold public names and nothing else.
 NAMESPACES = ("backends", "policies", "state")
 

@@ -1,6 +1,6 @@
 """Evaluates the small model with lm-eval, by its classes and by its command, on tasks with data made up here.
 
-    python -m tests.integrations.lm_eval
+    python -m tests.integrations.harness
 
 Needs `lm-eval` in an environment of its own: `make integrations`. Nothing is loaded from elsewhere.
 """
@@ -178,7 +178,7 @@ def check_tasks(folder: pathlib.Path) -> None:
     manager = TaskManager(include_path=str(folder), include_defaults=False)
     model = get_model("kvcache_jax")(load, prefix_caching=False)
     alone = simple_evaluate(model, tasks=[*TASKS], task_manager=manager, bootstrap_iters=0)
-    config = ["run", "--model", "kvcache_jax", "--model_args", "model=tests.integrations.lm_eval:load"]
+    config = ["run", "--model", "kvcache_jax", "--model_args", "model=tests.integrations.harness:load"]
     config += [
         "--tasks",
         ",".join(TASKS),
