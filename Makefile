@@ -115,6 +115,7 @@ integrations: .venv-integrations
 	$(PY_INTEGRATIONS) -m tests.integrations.dynamo_indexer
 	$(PY_INTEGRATIONS) -m tests.integrations.server $(BROWSER)
 	$(PY_INTEGRATIONS) -m tests.integrations.harness
+	$(PY_INTEGRATIONS) -m tests.integrations.trainer
 
 # clean leaves the environments, distclean leaves a fresh clone.
 clean:
@@ -178,7 +179,7 @@ distclean: clean
 
 .venv-integrations/.made: .venv/.made
 	@$(call make_venv_on,.venv-integrations,.venv)
-	$(PY) -m pip --python $(PY_INTEGRATIONS) $(PIP_INSTALL) ai-dynamo-runtime openai lm-eval==0.4.13
+	$(PY) -m pip --python $(PY_INTEGRATIONS) $(PIP_INSTALL) ai-dynamo-runtime openai lm-eval==0.4.13 google-tunix==0.1.7
 	@touch $@
 
 # XLA's CUDA plugin of the interpreter's jax, and the compiler and disassembler that it calls; no CUDA libraries.

@@ -20,7 +20,7 @@ Its rooms, each of which imports only those above it; a public operation's file 
 * `engine`: continuous batching inside one compiled program
 * `manager`: requests by id on the host
 * `testing`: poison, the token test, checks of a model of one's own
-* `integrations`: doors into lm-eval and Flax NNX, of which each is imported by its user alone
+* `integrations`: doors into lm-eval, tunix and Flax NNX, of which each is imported by its user alone
 
 Other names are in namespaces: `chunks`, `compression`, `engine`, `decoding`, `inspect`, `manager`,
 `processes`, `testing`, `tiers`, which are rooms, and `state`, `policies`, `backends`. Namespaces and flat

@@ -34,7 +34,7 @@ OPTIONAL_IMPORTS = {
     "kvcache_jax/processes/event_publisher.py": {"msgspec", "zmq"},
     "kvcache_jax/tiers/tensor_store.py": {"tensorstore"},
     "kvcache_jax/tiers/valkey_store.py": {"valkey"},
-} | {f"kvcache_jax/integrations/{door}.py": {package, "tqdm"} for door, package in DOORS.items()}
+} | {f"kvcache_jax/integrations/{door}.py": {package, "flax", "tqdm"} for door, package in DOORS.items()}
 MAX_LINES = dict.fromkeys(LAYERS, 400) | {"kvcache_jax": 500, "tests": 500}
 # Of the tests, what concerns the whole repository.
 TESTS_OF_ALL = {"conftest.py", "reached_files.py"} | {
@@ -283,6 +283,7 @@ def test_wheel_ships_two_typed_packages_that_need_jax_and_numpy():
         "valkey",
         "events",
         "lm-eval",
+        "tunix",
         "docs",
         "dev",
     }

@@ -97,32 +97,18 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
     ) -> jax.Array:
         """Attends as Flax does, or, while it decodes, to the stored tokens and the call's own up to each.
 
-        Args:
-          inputs_q: `[*batch, num_tokens, features]`.
-          inputs_k: Of the same tokens, for the keys. Default: `inputs_q`.
-          inputs_v: Likewise, for the values. Default: `inputs_k`.
-          decode: Whether to store the tokens. Default: the constructor's.
-          deterministic: As in Flax.
-          is_causal: As in Flax; a call that decodes is always causal.
-          out_sharding: As in Flax.
-          qkv_sharding: As in Flax.
-          **options: Flax's others.
-
-        Returns:
-          `[*batch, num_tokens, out_features]`.
+        Arguments are Flax's: `inputs_q`, `inputs_k` and `inputs_v` `[*batch, num_tokens, features]` of the
+        same tokens, and a result `[*batch, num_tokens, out_features]`.
         """
         decode = self.decode if decode is None else decode
         if not decode:
             options |= dict(deterministic=deterministic, is_causal=is_causal, decode=decode)
             shardings = dict(out_sharding=out_sharding, qkv_sharding=qkv_sharding)
             return super().__call__(inputs_q, inputs_k, inputs_v, **options, **shardings)
-        options.pop("rngs", None)  # of the dropout
-        if refused := sorted(
-            name for name, value in options.items() if value is not None and value is not False
-        ):
-            raise ValueError(
-                f"{', '.join(refused)} is given, expected none while decoding: the cache says who is seen"
-            )
+        given = [name for name, value in options.items() if value is not None and value is not False]
+        if refused := sorted({*given} - {"rngs"}):  # of the dropout
+            named = ", ".join(refused)
+            raise ValueError(f"{named} is given, expected none while decoding: the cache says who is seen")
         deterministic = self.deterministic if deterministic is None else deterministic
         if self.dropout_rate > 0 and not deterministic:
             raise ValueError(

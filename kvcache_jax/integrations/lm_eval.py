@@ -10,13 +10,11 @@ this module does, and goes on as lm-eval's.
 import logging
 import pkgutil
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
-from kvcache_jax.core.config import CacheConfig
-from kvcache_jax.decoding.forward import Forward
 from kvcache_jax.decoding.options import SamplingParams
 from kvcache_jax.decoding.score import score
 from kvcache_jax.engine.engine import Engine
@@ -36,28 +34,10 @@ except ImportError as error:
         "'kvcache_jax[lm-eval]'"
     ) from error
 
+_log = logging.getLogger(__name__)
 _SAMPLING = {"temperature", "top_k", "top_p", "min_p"}
 _HANDLED = _SAMPLING | {"until", "max_gen_toks", "do_sample"}
 _PUSHED_AT_ONCE = 64
-
-
-class Tokenizer(Protocol):
-    """A tokenizer as `Model` uses it; a tokenizer of `models/tokenizer.py` is one.
-
-    Attributes:
-      stop_tokens: Ids that end a text.
-    """
-
-    @property
-    def stop_tokens(self) -> Sequence[int]: ...  # noqa: D102
-
-    def encode(self, text: str) -> list[int]:
-        """Converts a text to token ids, with what the tokenizer puts in front of a prompt."""
-        ...
-
-    def decode(self, tokens: list[int]) -> str:
-        """Converts token ids to a text; stop tokens have none."""
-        ...
 
 
 class Model(TemplateLM):
@@ -68,16 +48,14 @@ class Model(TemplateLM):
 
     Args:
       model: `function(**arguments) -> (forward, params, config, tokenizer)`, or its name, "module:function":
-        a model as for `generate`, a `CacheConfig` of at least 2 rows, and a `Tokenizer`. A context is cut
-        from the left where it and its continuation have more than `config.max_seq_len` tokens, or, for a text
-        to be generated, than one fewer.
+        a model as for `generate`, a `CacheConfig` of at least 2 rows, and `encode(text) -> ids`,
+        `decode(ids) -> text` and `stop_tokens`. A context is cut from the left where it and its continuation
+        have more than `config.max_seq_len` tokens, or, for a text to be generated, than one fewer.
       prefix_token: Token before a text without a context. Default: the one that the tokenizer puts in front
         of texts, else its first stop token.
       max_gen_toks: Most tokens of an answer, where its task does not say.
-      batch_size: Of lm-eval's command, and not used: the rows of `config` are the batch.
-      max_batch_size: Likewise.
-      device: Likewise: jax chooses it, by JAX_PLATFORMS.
-      **arguments: For `model`.
+      **arguments: For `model`. `batch_size`, `max_batch_size` and `device`, of lm-eval's command, are left
+        out: the rows of `config` are the batch, and jax chooses the device.
 
     Attributes:
       num_cached_tokens: Tokens of contexts that were not computed, for the prefix cache had them; lm-eval
@@ -89,17 +67,15 @@ class Model(TemplateLM):
 
     def __init__(
         self,
-        model: str | Callable[..., tuple[Forward, Any, CacheConfig, Tokenizer]],
+        model: str | Callable[..., tuple[Any, ...]],
         *,
         prefix_token: int | None = None,
         max_gen_toks: int = 256,
-        batch_size: Any = None,
-        max_batch_size: Any = None,
-        device: Any = None,
         **arguments: Any,
     ):
         super().__init__()
-        del batch_size, max_batch_size, device
+        for name in ("batch_size", "max_batch_size", "device"):
+            arguments.pop(name, None)
         if isinstance(model, str) and ":" not in model:
             raise ValueError(f"model is {model!r}, expected module:function, such as my_model:load")
         load: Any = pkgutil.resolve_name(model) if isinstance(model, str) else model
@@ -134,11 +110,10 @@ class Model(TemplateLM):
         return list(self._tokenizer.encode(string))
 
     def _loglikelihood_tokens(
-        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
+        self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
         """Computes (log-probability, whether greedy decoding writes it) of each continuation."""
         by_context: dict[tuple, dict[tuple, list[int]]] = defaultdict(lambda: defaultdict(list))
-        num_cut = 0
         for i, (_, context, continuation) in enumerate(requests):
             context, most = context or [self._prefix_token], self._config.max_seq_len - len(continuation)
             if most < 1:
@@ -146,15 +121,12 @@ class Model(TemplateLM):
                     f"a continuation has {len(continuation)} tokens, expected fewer than max_seq_len = "
                     f"{self._config.max_seq_len}: give the cache longer rows"
                 )
-            num_cut += len(context) > most
-            by_context[tuple(context[-most:])][tuple(continuation)].append(i)
-        _warn_of_cut(num_cut, len(requests))
+            by_context[tuple(self._cut(context, most))][tuple(continuation)].append(i)
         cache, answers = None, [(0.0, True)] * len(requests)
         # In this order contexts follow one another that begin alike, and are not evicted in between.
         for context in tqdm(sorted(by_context), "Contexts", disable=disable_tqdm):
-            found = score(
-                self._forward, self._params, context, list(by_context[context]), self._config, cache=cache
-            )
+            own = list(by_context[context])
+            found = score(self._forward, self._params, context, own, self._config, cache=cache)
             cache, parts = found.cache, zip(found.logprobs, found.is_greedy, strict=True)
             self.num_cached_tokens += found.num_cached_tokens
             for places, (logprobs, is_greedy) in zip(by_context[context].values(), parts, strict=True):
@@ -188,9 +160,7 @@ class Model(TemplateLM):
         Answers that are drawn, by `do_sample`, have their request's number as their seed.
         """
         asked = [self._generation(i, *request.args) for i, request in enumerate(requests)]
-        num_cut = sum(is_cut for _, is_cut in asked)
-        _warn_of_cut(num_cut, len(asked))
-        waiting = sorted((request for request, _ in asked), key=lambda request: tuple(request.prompt))
+        waiting = sorted(asked, key=lambda request: tuple(request.prompt))
         limits = Limits(max_stop_tokens=max(1, len(self._tokenizer.stop_tokens)))
         engine = Engine(self._forward, self._params, self._config, limits=limits)
         tokens: list[list[int]] = [[] for _ in asked]
@@ -211,15 +181,15 @@ class Model(TemplateLM):
                             f"request {i} ended by {reason!r}, expected an answer: look for a weight that is "
                             "not finite"
                         )
-                    if asked[i][0].stop_strings is None:
+                    if asked[i].stop_strings is None:
                         texts[i] = self._tokenizer.decode(tokens[i])
                     self.num_cached_tokens += event.num_cached_tokens or 0
                     self.cache_hook.add_partial("generate_until", requests[i].args, texts[i])
                     progress.update()
         return texts
 
-    def _generation(self, i: int, context: str, options: dict[str, Any]) -> tuple[GenerationRequest, bool]:
-        """Makes the engine's request of a task's, and says whether its context was cut."""
+    def _generation(self, i: int, context: str, options: dict[str, Any]) -> GenerationRequest:
+        """Makes the engine's request of a task's."""
         wanted: dict[str, Any] = dict(normalize_gen_kwargs(options, self._max_gen_toks))
         if unknown := sorted(wanted.keys() - _HANDLED):
             raise ValueError(
@@ -236,22 +206,15 @@ class Model(TemplateLM):
         drawn = {name: value for name, value in wanted.items() if name in _SAMPLING and value is not None}
         sampling = SamplingParams(seed=i, **drawn) if wanted["do_sample"] else SamplingParams()
         texts = [text for text in wanted["until"] if text]
-        request = GenerationRequest(
-            prompt[-most:],
-            num_new,
-            id=i,
-            sampling=sampling,
-            stop_tokens=self._tokenizer.stop_tokens,
-            stop_strings=StopStrings(texts, self._tokenizer.decode) if texts else None,
-        )
-        return request, len(prompt) > most
+        stops: dict[str, Any] = {"stop_tokens": self._tokenizer.stop_tokens}
+        if texts:
+            stops["stop_strings"] = StopStrings(texts, self._tokenizer.decode)
+        return GenerationRequest(self._cut(prompt, most), num_new, id=i, sampling=sampling, **stops)
 
-
-def _warn_of_cut(num_cut: int, num: int) -> None:
-    if num_cut:
-        logging.getLogger(__name__).warning(
-            "%d of %d contexts are longer than a row: their first tokens are left out", num_cut, num
-        )
+    def _cut(self, context: list[int], most: int) -> list[int]:
+        if len(context) > most:
+            _log.warning("a context of %d tokens is longer than a row: %d are left", len(context), most)
+        return context[-most:]
 
 
 # By name, for as a program this module has two, and one class for each.

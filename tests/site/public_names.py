@@ -46,7 +46,7 @@ def _of_door(door: str) -> Iterator[Name]:
     """Reads the classes of a door, whose package need not be here, without importing it."""
     source = (ROOT / "kvcache_jax" / "integrations" / f"{door}.py").read_text()
     for node in ast.parse(source).body:
-        if isinstance(node, ast.ClassDef):
+        if isinstance(node, ast.ClassDef) and node.name[0] != "_":
             summary = (ast.get_docstring(node) or "").split("\n")[0]
             yield Name(f"integrations.{door}.{node.name}", "integrations", summary)
 

@@ -30,7 +30,7 @@ ROOMS = (
     "integrations",
 )
 # Doors into programs of others: to import one takes the package that it is for.
-DOORS = {"flax_nnx": "flax", "lm_eval": "lm_eval"}
+DOORS = {"flax_nnx": "flax", "lm_eval": "lm_eval", "tunix": "tunix"}
 # Files beside the rooms, which hold public names and nothing else.
 NAMESPACES = ("backends", "policies", "state")
 
