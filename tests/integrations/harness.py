@@ -5,7 +5,9 @@
 Needs `lm-eval` in an environment of its own: `make integrations`. Nothing is loaded from elsewhere.
 """
 
+import contextlib
 import functools
+import io
 import json
 import os
 import pathlib
@@ -34,10 +36,11 @@ FEW_SHOT = "def add(a, b):\n    return a + b\n\ndef first(items):\n    return it
 CHOICES = [" self", " rows[0]", " import"]
 BODIES = ["class A:\n    def get(self):\n        return", "def f(rows):\n    return", "import os\n\nfrom re"]
 LONG = "".join(f"def function_{i}(self, value):\n    return value + {i}\n\n" for i in range(12))
+UNTIL = "\n", ")"
 TASKS = {
     "made_up_choices": {
         "output_type": "multiple_choice",
-        "doc_to_text": FEW_SHOT.replace("\n", "\\n") + "{{text}}",
+        "doc_to_text": FEW_SHOT + "{{text}}",
         "doc_to_target": "{{gold}}",
         "doc_to_choice": CHOICES,
         "target_delimiter": "",
@@ -51,9 +54,9 @@ TASKS = {
     },
     "made_up_answers": {
         "output_type": "generate_until",
-        "doc_to_text": FEW_SHOT.replace("\n", "\\n") + "{{text}}",
-        "doc_to_target": "self",
-        "generation_kwargs": {"until": ["\n", ")"], "max_gen_toks": 24},
+        "doc_to_text": FEW_SHOT + "{{text}}",
+        "doc_to_target": "{{answer}}",
+        "generation_kwargs": {"until": [*UNTIL], "max_gen_toks": 24},
         "metric_list": [{"metric": "exact_match"}],
     },
 }
@@ -141,7 +144,7 @@ def check_calls(prefix_caching: bool) -> list:
     ):
         assert abs(got - exact) < ATOL * 3, (got, exact)
 
-    options = {"until": ["\n", ")"], "max_gen_toks": 24}
+    options = {"until": [*UNTIL], "max_gen_toks": 24}
     asked = [(FEW_SHOT + body, options) for body in BODIES] + [("", options), (LONG, options)]
     asked += [asked[0], ("import os\nimport ", {"until": [], "max_gen_toks": 6, "do_sample": False})]
     drawn = {"until": ["\n"], "max_gen_toks": 12, "do_sample": True, "temperature": 0.9}
@@ -159,6 +162,8 @@ def check_calls(prefix_caching: bool) -> list:
 
 def write_tasks(folder: pathlib.Path) -> None:
     documents = [{"text": text, "gold": i % 3, "long": LONG[i * 30 :]} for i, text in enumerate(BODIES * 2)]
+    for i, each in enumerate(documents):  # two of three have the right answer
+        each["answer"] = greedy(FEW_SHOT + each["text"], UNTIL, 24) if i % 3 else "another"
     (folder / "data.jsonl").write_text("\n".join(map(json.dumps, documents)))
     shared = {
         "dataset_path": "json",
@@ -197,7 +202,7 @@ def check_tasks(folder: pathlib.Path) -> None:
     assert alone["config"]["num_cached_tokens"] == 0 and num_cached > 500, num_cached
     figures = [
         {
-            f"{task}: {name.removesuffix(',none')}": round(value, 5)
+            f"{task}: {name.removesuffix(',none')}": round(float(value), 5)
             for task, metrics in each["results"].items()
             for name, value in metrics.items()
             if isinstance(value, float) and "stderr" not in name
@@ -205,13 +210,17 @@ def check_tasks(folder: pathlib.Path) -> None:
         for each in (alone, shared)
     ]
     assert figures[0] == figures[1] and len(figures[0]) == 4, figures
+    assert figures[0]["made_up_answers: exact_match"] == round(2 / 3, 5), figures
     print(f"{figures[0]}, also by the command, where {num_cached} tokens were not computed")
 
 
 def main() -> int:
-    shared, alone = (check_calls(prefix_caching) for prefix_caching in (True, False))
-    assert shared[1:] == alone[1:]
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
+        # The command, and each second engine, find their programs compiled.
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = f"{folder}/programs"
+        jax.config.update("jax_compilation_cache_dir", f"{folder}/programs")
+        shared, alone = (check_calls(prefix_caching) for prefix_caching in (True, False))
+        assert shared[1:] == alone[1:]
         write_tasks(pathlib.Path(folder))
         check_tasks(pathlib.Path(folder))
     return 0

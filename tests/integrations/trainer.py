@@ -134,6 +134,12 @@ def check_own_forward() -> None:
     assert answers[0] == answers[1] and len({*answers[0]}) > 1
     other = rollout.generate(["abc"] * 4, dataclasses.replace(drawn, seed=None)).text
     assert other != answers[0] != rollout.generate(["abc"] * 4, dataclasses.replace(drawn, seed=None)).text
+    try:
+        rollout.generate(["a" * 60], greedy)
+    except ValueError as refused:
+        assert "expected at most max_seq_len + 1 = 65" in str(refused), refused
+    else:
+        raise SystemExit("got an answer that is longer than a row")
     for wrong, named in (
         ({"forward": forward}, "expected both, or neither"),
         (
