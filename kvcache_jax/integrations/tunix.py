@@ -39,7 +39,7 @@ def _tempered(logits: jax.Array, state: Any, inputs: dict[str, jax.Array]) -> ja
     return logits / jnp.where(temperature > 0, temperature, 1)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)  # some models cannot be hashed
 class _DenseForward:
     """A forward of a tunix model as it is, whose layers see their rows' keys and values as dense arrays.
 

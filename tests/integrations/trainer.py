@@ -10,7 +10,6 @@ import dataclasses
 import io
 import os
 import sys
-import tempfile
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
 
@@ -24,6 +23,7 @@ import optax
 from flax import nnx
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models.llama3 import model as llama
+from tunix.models.qwen3 import model as qwen
 from tunix.rl import common, rl_cluster
 from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 from tunix.rl.rollout.base_rollout import RolloutConfig
@@ -54,26 +54,24 @@ class Letters:
         return PAD
 
 
-def small_model(num_layers=2):
-    config = llama.ModelConfig(
-        num_layers=num_layers,
-        vocab_size=VOCAB,
-        embed_dim=32,
-        hidden_dim=64,
-        num_heads=4,
-        head_dim=8,
-        num_kv_heads=2,
-        rope_theta=10_000,
-        norm_eps=1e-5,
-    )
-    return llama.Llama3(config, rngs=nnx.Rngs(0))
+SIZES = dict(num_layers=2, vocab_size=VOCAB, embed_dim=32, hidden_dim=64, num_heads=4, head_dim=8)
+SIZES |= dict(num_kv_heads=2, rope_theta=10_000, norm_eps=1e-5)
+
+
+def small_llama():
+    return llama.Llama3(llama.ModelConfig(**SIZES), rngs=nnx.Rngs(0))
+
+
+def small_qwen():
+    return qwen.Qwen3(qwen.ModelConfig(**SIZES), rngs=nnx.Rngs(0))
 
 
 class Watched(Rollout):
     """A rollout engine that keeps its answers, and compares log-probabilities with the learner's forward."""
 
-    calls: list = []
-    last: "Watched"
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.calls = []
 
     def generate(self, prompts, rollout_config, **kwargs):
         output = super().generate(prompts, rollout_config, **kwargs)
@@ -95,7 +93,6 @@ class Watched(Rollout):
             for row, got in zip(np.asarray(own), output.logprobs, strict=True)
         )
         self.calls.append((prompts, output, float(off)))
-        Watched.last = self
         return output
 
 
@@ -158,14 +155,27 @@ def check_own_forward() -> None:
             raise SystemExit(f"got a rollout with {[*wrong]}, expected {named!r}")
 
 
+def check_long_prompts(make_model) -> None:
+    """Samples answers to prompts of several pieces, and more answers than there are rows."""
+    config = RolloutConfig(
+        max_tokens_to_generate=5, max_prompt_length=150, temperature=0.7, return_logprobs=True
+    )
+    model = make_model()
+    rollout = Watched(model, TokenizerAdapter(Letters()), None, config, max_seqs=3)
+    rollout.generate(["abcdefghij" * 14, "xyz"] * 4 + ["k" * 33], config)
+    [(_, output, off)] = rollout.calls
+    assert off < 1e-5 and {len(tokens) for tokens in output.tokens} >= {5}, off
+    print(f"{type(model).__name__}: prompts of up to 141 tokens, log-probabilities off by at most {off:.1e}")
+
+
 def reward(prompts, completions, **_):
     """The share of letters "a" to "g"."""
     return [sum(letter in "abcdefg" for letter in text) / NUM_NEW for text in completions]
 
 
-def train(folder: str) -> None:
+def train() -> Watched:
+    """Trains, and returns the rollout engine."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
-    model, reference = small_model(), small_model()
     rollout_config = RolloutConfig(
         max_tokens_to_generate=NUM_NEW,
         max_prompt_length=PROMPT_LEN,
@@ -173,8 +183,8 @@ def train(folder: str) -> None:
         return_logprobs=True,
     )
     cluster = rl_cluster.RLCluster(
-        actor=model,
-        reference=reference,
+        actor=small_llama(),
+        reference=small_llama(),
         tokenizer=Letters(),
         cluster_config=rl_cluster.ClusterConfig(
             role_to_mesh={
@@ -198,13 +208,15 @@ def train(folder: str) -> None:
     ]
     data = [{"prompts": np.array(texts[i : i + PROMPTS])} for i in range(0, len(texts), PROMPTS)]
     learner.train(data)
+    return cluster.rollout
 
 
 def main() -> int:
     check_own_forward()
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
-        train(folder)
-    calls, engine = Watched.calls, Watched.last.engine
+    with contextlib.redirect_stderr(io.StringIO()):
+        check_long_prompts(small_qwen)
+        rollout = train()
+    calls, engine = rollout.calls, rollout.engine
     assert len(calls) == STEPS and all(len(prompts) == PROMPTS * SAMPLES for prompts, *_ in calls)
     rewards = [float(np.mean(reward([], output.text))) for _, output, _ in calls]
     first, last = np.mean(rewards[:4]), np.mean(rewards[-4:])
