@@ -86,8 +86,9 @@ class Watched(Rollout):
             eos_id=EOS,
             temperature=rollout_config.temperature,
         )
-        again = self.get_per_token_logps(output.left_padded_prompt_tokens, answers)
-        np.testing.assert_array_equal(own, again)
+        if not self.calls:
+            again = self.get_per_token_logps(output.left_padded_prompt_tokens, answers)
+            np.testing.assert_array_equal(own, again)
         off = max(
             abs(row[: len(got)] - got).max(initial=0)
             for row, got in zip(np.asarray(own), output.logprobs, strict=True)
