@@ -144,22 +144,22 @@ def _scores(
     q = q.reshape(num_rows, -1, num_kv_heads, shape[-2] // num_kv_heads, shape[-1])
     pool, q, weights, block_table, plan = as_varied((pool, q, weights, block_table, plan))
     num_blocks = pool.num_rows // group.num_layers
-    num_tiles, tile_len, load = tiles(pool, block_table, plan, group, layer, num_blocks, q.shape, tile_tokens)
+    cut = tiles(pool, block_table, plan, group, layer, num_blocks, q.shape, tile_tokens)
     read = keys_values_shapes(pool, group, weights)
     is_layer = (layer >= 0) & (layer < group.num_layers)
     grouped = by_head(jnp.where(is_layer, q.astype(read.k.dtype), jnp.nan))
 
     def add_tile(i: jax.Array, logits: jax.Array) -> jax.Array:
-        tile = load(i)
+        tile = cut.load(i, plan)
         new, _ = scaled_logits(scale, soft_cap, grouped, keys_values_of(group, tile.stored, weights))
         return lax.dynamic_update_slice_in_dim(
-            logits, jnp.where(tile.is_seen, new, MASKED), i * tile_len, axis=3
+            logits, jnp.where(tile.is_seen, new, MASKED), i * cut.tile_len, axis=3
         )
 
     # Rounded up: the last tile may reach past the table.
-    num_keys = -(-block_table.shape[-1] * group.block_size // tile_len) * tile_len
+    num_keys = -(-block_table.shape[-1] * group.block_size // cut.tile_len) * cut.tile_len
     logits = jnp.zeros_like(grouped[..., :1], jnp.float32) + jnp.full((1, 1, 1, num_keys), MASKED)
-    logits = lax.fori_loop(0, num_tiles, add_tile, logits)
+    logits = lax.fori_loop(0, cut.num_tiles.max(), add_tile, logits)
     sinks = jnp.full_like(logits[..., :1], -jnp.inf)
     if sink_logits is not None:
         per_head = sink_logits.astype(jnp.float32).reshape(1, 1, num_kv_heads, -1)

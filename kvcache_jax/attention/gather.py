@@ -66,7 +66,7 @@ def _gather(
     length = jnp.where(is_layer, get_at(row_len(control, group.kind), seq_id, 0), 0)
     ids = get_at(block_pool.block_table, seq_id)
     rows = storage.block_rows(ids, index, block_pool.num_blocks, pool.num_rows)
-    tile = storage.load_blocks(pool, group, rows[None], is_fenced=False)
+    tile = storage.load_blocks(pool, group, rows[None])
     read = storage.keys_values_of(group, tile, None)
     k, v = read.in_float32()
     k, v = k[:, 0].astype(read.k.dtype), v[:, 0].astype(read.v.dtype)

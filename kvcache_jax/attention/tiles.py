@@ -23,18 +23,18 @@ from kvcache_jax.layers.layer_kind import KeysValues
 # On an accelerator the host waits for every trip of a loop: few trips, as far as memory allows.
 _TILE_TOKENS = 2048
 _TILE_BYTES = 256 * 1024 * 1024
-# On a CPU, bytes of a tile's keys or of its logits: as much as stays in a core's cache until it was used.
-_CPU_TILE_BYTES = 2 * 1024 * 1024
+# On a CPU, bytes of a trip's keys or of its logits: as much as stays in a core's cache until it was used.
+_CPU_TILE_BYTES = 512 * 1024
 _MIN_TILE_TOKENS = 256
 MASKED = -1e30
 
 
 class Tile(NamedTuple):
-    """A run of blocks of every row."""
+    """A run of blocks of each of some rows."""
 
     rows: jax.Array  # i32[r, b], where the blocks are in the pool, or past its end
-    stored: dict[str, jax.Array]  # by name `[h', r, n, ...]`, the blocks' arrays; see `load_blocks`
-    # bool[1, r, n, 1], some query of the row sees the key. Others may be NaN, and 0 * NaN is NaN.
+    stored: dict[str, jax.Array]  # by name `[h', r, n, ...]`, see `load_blocks`; 0 for keys that are not held
+    # bool[1, r, n, 1], some query of the row sees the key. A kind may give NaN for others: 0 * NaN is NaN.
     is_held: jax.Array
     is_seen: jax.Array  # bool[1, r, m, n], the query sees the key
 
@@ -42,9 +42,11 @@ class Tile(NamedTuple):
 class Tiles(NamedTuple):
     """The tiles of a call."""
 
-    num_tiles: jax.Array  # i32[], as many as the longest row needs
+    num_tiles: jax.Array  # i32[r], of each row
     tile_len: int  # tokens of a row in a tile (static)
-    load: Callable[[jax.Array], Tile]  # reads the tile of an index i32[]
+    num_lanes: int  # rows whose tiles are read at a time (static)
+    # Reads the tile of an index i32[] of the rows of a plan, or of an index of each, i32[r].
+    load: Callable[[jax.Array, AttentionPlan], Tile]
 
 
 def tiles(
@@ -59,18 +61,13 @@ def tiles(
 ) -> Tiles:
     """Cuts the blocks that a plan's queries, of shape `q_shape` = `[r, t, h, g, d]`, read into tiles."""
     num_queries, group_size, block_size = q_shape[1], q_shape[3], group.block_size
-    tokens = tile_tokens or _default_tile_tokens(group, q_shape)
+    tokens, num_lanes = _sizes(group, q_shape, tile_tokens)
     tile_blocks = max(1, min(tokens // block_size, block_table.shape[-1]))
-    num_tiles = (plan.num_columns.max() + tile_blocks - 1) // tile_blocks
+    num_tiles = (plan.num_columns + tile_blocks - 1) // tile_blocks
     query = jnp.repeat(jnp.arange(num_queries, dtype=jnp.int32), group_size)[None, :, None]
-    first, num_rows_queries = plan.first_position[:, None, None], plan.num_queries[:, None, None]
-    position, is_query = first + query, query < num_rows_queries
-    if plan.positions is not None:
-        position = jnp.repeat(plan.positions, group_size, axis=1)[:, :, None]
-    last = last_position(plan.first_position, plan.num_queries, plan.positions)[:, None, None]
     offset = jnp.tile(jnp.arange(block_size, dtype=jnp.int32), tile_blocks)[None]
 
-    def sees(first: jax.Array, last: jax.Array, key_pos: jax.Array) -> jax.Array:
+    def sees(plan: AttentionPlan, first: jax.Array, last: jax.Array, key_pos: jax.Array) -> jax.Array:
         """Masks the keys that any of the queries at positions `first` to `last` sees."""
         if plan.num_keys is not None:
             return key_pos < plan.num_keys[:, None, None]
@@ -81,8 +78,13 @@ def tiles(
         seen = group.span.sees(first, last, in_text) & ~plan.holes.is_hidden(key_pos)
         return seen if plan.within is None else seen & plan.within.sees(first, last, in_text)
 
-    def load(i: jax.Array) -> Tile:
-        nth = (i * tile_blocks + jnp.arange(tile_blocks, dtype=jnp.int32))[None]
+    def load(i: jax.Array, plan: AttentionPlan) -> Tile:
+        first, num_rows_queries = plan.first_position[:, None, None], plan.num_queries[:, None, None]
+        position, is_query = first + query, query < num_rows_queries
+        if plan.positions is not None:
+            position = jnp.repeat(plan.positions, group_size, axis=1)[:, :, None]
+        last = last_position(plan.first_position, plan.num_queries, plan.positions)[:, None, None]
+        nth = jnp.reshape(i, (-1, 1)) * tile_blocks + jnp.arange(tile_blocks, dtype=jnp.int32)[None]
         behind_sinks = plan.first_column[:, None] + nth - group.num_sink_blocks
         column = jnp.where(nth < group.num_sink_blocks, nth, behind_sinks)
         is_read = nth < plan.num_columns[:, None]
@@ -94,23 +96,25 @@ def tiles(
             return jnp.repeat(values, block_size, axis=1)
 
         key_pos, is_stored = per_key(column * block_size) + offset, per_key(block_ids < num_blocks)
-        is_held = sees(first, last, key_pos[:, :, None]) & is_stored[:, :, None]
-        is_seen = sees(position, position, key_pos[:, None]) & is_stored[:, None] & is_query
+        is_held = sees(plan, first, last, key_pos[:, :, None]) & is_stored[:, :, None]
+        is_seen = sees(plan, position, position, key_pos[:, None]) & is_stored[:, None] & is_query
         # Computed once: without the fence XLA computes them again for every value that is read or compared.
         rows, is_held, is_seen = lax.optimization_barrier((rows, is_held, is_seen))
-        return Tile(rows, load_blocks(pool, group, rows), is_held[None], is_seen[None])
+        return Tile(rows, load_blocks(pool, group, rows, is_held[:, :, 0]), is_held[None], is_seen[None])
 
-    return Tiles(num_tiles, tile_blocks * block_size, load)
+    return Tiles(num_tiles, tile_blocks * block_size, num_lanes, load)
 
 
-def _default_tile_tokens(group: LayerGroup, q_shape: tuple[int, ...]) -> int:
-    """Chooses the tokens of a row in a tile, by the platform that the program is for."""
+def _sizes(group: LayerGroup, q_shape: tuple[int, ...], tile_tokens: int | None) -> tuple[int, int]:
+    """Chooses the tokens of a row in a tile, and the rows of a trip, for the program's platform."""
     num_rows, num_queries, num_heads, group_size, key_dim = q_shape
     num_logits, itemsize = num_queries * group_size, jnp.dtype(group.kind.dtype).itemsize
-    token_bytes = num_rows * num_heads * max(4 * num_logits, itemsize * key_dim)
-    if target_device().platform == "cpu":
-        return max(_MIN_TILE_TOKENS, _CPU_TILE_BYTES // token_bytes)
-    return max(_MIN_TILE_TOKENS, min(_TILE_TOKENS, _TILE_BYTES // token_bytes))
+    token_bytes = num_heads * max(4 * num_logits, itemsize * key_dim)
+    if target_device().platform != "cpu":
+        most = min(_TILE_TOKENS, _TILE_BYTES // (num_rows * token_bytes))
+        return tile_tokens or max(_MIN_TILE_TOKENS, most), num_rows
+    tokens = tile_tokens or max(_MIN_TILE_TOKENS, _CPU_TILE_BYTES // (num_rows * token_bytes))
+    return tokens, min(num_rows, max(1, _CPU_TILE_BYTES // (tokens * token_bytes)))
 
 
 def by_head(x: jax.Array) -> jax.Array:

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvcache_jax.arrays.masked_updates import common_bound, get_at
+from kvcache_jax.attention.lanes import fold
 from kvcache_jax.attention.tiles import (
     MASKED,
     by_head,
@@ -52,7 +53,7 @@ def forward(
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the results f32[r, t, h, g, e] and lse f32[r, t, h, g]; see `Backend.decode`."""
     num_queries, num_blocks = q.shape[1], pool.num_rows // group.num_layers
-    num_tiles, _, load = tiles(pool, block_table, plan, group, layer, num_blocks, q.shape, tile_tokens)
+    cut = tiles(pool, block_table, plan, group, layer, num_blocks, q.shape, tile_tokens)
     read = keys_values_shapes(pool, group, weights)
     peak = jnp.full_like(q[..., 0], MASKED, jnp.float32)
     if sink_logits is not None:
@@ -62,9 +63,8 @@ def forward(
     is_query = by_head(jnp.broadcast_to(query_mask(plan, q.shape), peak.shape))
     q, peak = by_head(jnp.where(is_layer, q.astype(read.k.dtype), jnp.nan)), by_head(peak)
 
-    def add_tile(i, state):
+    def add_tile(state, q, tile):
         peak, total, out = state  # [h, r, m], [h, r, m], [h, r, m, e]
-        tile = load(i)
         stored = keys_values_of(group, tile.stored, weights)
         logits = jnp.where(tile.is_seen, scaled_logits(scale, soft_cap, q, stored)[0], MASKED)
         new_peak = jnp.maximum(peak, logits.max(axis=-1))
@@ -73,8 +73,8 @@ def forward(
         decay = jnp.exp(peak - new_peak)
         total = total * decay + shares.sum(axis=-1)
         out = out * decay[..., None]
-        # A value that no query sees may be NaN, and a share of 0 would not hide it.
-        v = jnp.where(tile.is_held, stored.v, 0)
+        # What a kind computes of a token that no query sees may be NaN, and a share of 0 would not hide it.
+        v = stored.v if group.kind.is_plain else jnp.where(tile.is_held, stored.v, 0)
         is_held = tile.is_held[..., 0]
         if stored.v_offset is not None:
             offset = jnp.where(is_held, stored.v_offset, 0).astype(jnp.float32)
@@ -86,7 +86,7 @@ def forward(
     # A sink takes weight and adds no value: the sum begins with its share, exp(sink - peak) = 1.
     total = jnp.zeros_like(peak) if sink_logits is None else jnp.ones_like(peak)
     out = _zeros_of_width(q, read.v.shape[-1])
-    peak, total, out = lax.fori_loop(0, num_tiles, add_tile, (peak, total, out))
+    peak, total, out = fold(add_tile, (peak, total, out), q, plan, cut)
     is_empty = (peak <= MASKED) | ~is_query
     total = jnp.where(is_empty, 1, total)
     out = jnp.where(is_empty[..., None], 0, out / total[..., None])
@@ -171,9 +171,7 @@ def backward(
     pool_grads, grad_out, grad_lse = grads
     num_queries, num_blocks, arrays = q.shape[1], saved.rows.shape[0], dict(group.arrays)
     plan, layer = saved.plan, jnp.int32(0)
-    num_tiles, _, load = tiles(
-        saved.pool, saved.block_table, plan, group, layer, num_blocks, q.shape, tile_tokens
-    )
+    cut = tiles(saved.pool, saved.block_table, plan, group, layer, num_blocks, q.shape, tile_tokens)
     key_dtype = keys_values_shapes(saved.pool, group, weights).k.dtype
     # Padding may hold anything, and 0 * NaN would poison the keys' gradient.
     stored_q = jnp.where(query_mask(plan, q.shape)[..., None], q, 0).astype(key_dtype)
@@ -190,10 +188,8 @@ def backward(
 
     def add_tile(i, state):
         grad_q, grad_weights, sums = state
-        tile = load(i)
+        tile = cut.load(i, plan)
         rows, is_seen, stored = tile.rows, tile.is_seen, tile.stored
-        if weights is not None:  # of which each gets something from every token: 0 * NaN again
-            stored = {name: _where_held(tile.is_held, values) for name, values in stored.items()}
         read = keys_values_of(group, stored, weights)
         # Products of unseen values are masked below; the product of a share of 0 and an unseen key is not.
         read = read._replace(k=jnp.where(tile.is_held, read.k, 0))
@@ -224,7 +220,7 @@ def backward(
             for name, position in group.head_positions.items()
         }
     start = jnp.zeros_like(q32), jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), weights), sums
-    grad_q, grad_weights, sums = lax.fori_loop(0, common_bound(num_tiles), add_tile, start)
+    grad_q, grad_weights, sums = lax.fori_loop(0, common_bound(cut.num_tiles.max()), add_tile, start)
     if not adds_to_pool:
         sums = {
             name: grad.at[saved.rows].add(sums[name].astype(grad.dtype), mode="drop")
@@ -247,9 +243,3 @@ def _meant(group: LayerGroup, stored: Mapping[str, jax.Array], weights: Any) -> 
 
 def _in_float32(arrays: Any) -> Any:
     return jax.tree.map(lambda x: x.astype(jnp.float32), arrays)
-
-
-def _where_held(is_held: jax.Array, values: jax.Array) -> jax.Array:
-    """Replaces by zeros the tokens of a tile's `values [h', r, n, ...]` that no query sees."""
-    is_held = is_held.reshape(*is_held.shape[:3], *[1] * (values.ndim - 3))
-    return jnp.where(is_held, values, 0)

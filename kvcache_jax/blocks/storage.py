@@ -283,16 +283,16 @@ def _copied_rows(
 
 
 def load_blocks(
-    pool: KVPool, group: LayerGroup, rows: jax.Array, *, is_fenced: bool = True
+    pool: KVPool, group: LayerGroup, rows: jax.Array, is_held: jax.Array | None = None
 ) -> dict[str, jax.Array]:
     """Reads the blocks at `rows` i32[r, b] of a pool's first axis; places past its end give any block.
 
     By name they are `[heads, r, b * block_size, ...]`, 1 head for an array without an axis of heads. With
-    `is_fenced` they are gathered once into a tile that products read: of use where it is read more than once.
+    `is_held` bool[r, b * block_size] they are gathered once into a tile that products read, and tokens that
+    are not masked are 0 in it.
     """
     # On TPUs a reshape of the pool would copy it, tiled as it is there.
     takes_runs = backends.target_device().platform != "tpu"
-    fence = lax.optimization_barrier if is_fenced else lambda tile: tile
 
     def load(values: jax.Array, array: BlockArray) -> jax.Array:
         rest = array.shape[2:]
@@ -300,9 +300,15 @@ def load_blocks(
             # A head's part of a block is one run of values, read head by head: none is moved on its own.
             runs = values.reshape(-1, values.shape[1], group.block_size * math.prod(rest))
             tile = jax.vmap(get_at, (1, 0))(runs, for_each_head(rows, values))
-            tile = fence(tile).reshape(*tile.shape[:3], group.block_size, *rest)
+            if is_held is not None:
+                held = jnp.repeat(is_held.reshape(*rows.shape, -1), math.prod(rest), axis=2)
+                tile = _tile(tile, held[None])
+            tile = tile.reshape(*tile.shape[:3], group.block_size, *rest)
         else:
-            tile = fence(get_at(values, rows))  # [r, b, *shape]
+            tile = get_at(values, rows)  # [r, b, *shape]
+            if is_held is not None:
+                others = [axis + 2 for axis in range(len(array.shape)) if axis != array.axis_of_tokens]
+                tile = _tile(tile, jnp.expand_dims(is_held.reshape(*rows.shape, -1), others))
             if array.head_axis is None:
                 tile, head = tile[None], 0
             else:
@@ -313,6 +319,11 @@ def load_blocks(
         return tile.reshape(tile.shape[0], rows.shape[0], -1, *rest)
 
     return {name: load(pool.arrays[name], array) for name, array in group.arrays}
+
+
+def _tile(gathered: jax.Array, is_held: jax.Array) -> jax.Array:
+    """Replaces what is not held by 0, in the pass that gathers it."""
+    return lax.optimization_barrier(jnp.where(is_held, gathered, jnp.zeros((), gathered.dtype)))
 
 
 def as_blocks(tile: jax.Array, array: BlockArray, block_size: int) -> jax.Array:

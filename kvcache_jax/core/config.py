@@ -64,9 +64,9 @@ class CacheConfig:
         a backend lacks are XLA's (`describe` lists them), and so are gradients.
       head_axis: Mesh axis over which the key/value heads are split, so that kernels run on each device's
         own heads; `init` then splits the pools so. XLA's attention does not need to know.
-      tile_tokens: Tokens of every row that XLA's attention reads at a time. Default: on accelerators 2,048,
+      tile_tokens: Tokens of a row that XLA's attention reads at a time. Default: on accelerators 2,048,
         or fewer of so many rows that a tile's keys would take more than 256 MiB; on CPUs as many as stay
-        in a core's cache.
+        in a core's cache, 256 at least, of as many rows as fit there.
 
     Raises:
       ValueError, TypeError: for absurd sizes and unknown options; names got, expected and the fix.

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from kvcache_jax.arrays.masked_updates import set_at
+from kvcache_jax.arrays.masked_updates import get_at, set_at
 from kvcache_jax.arrays.pytree import Static, pytree_dataclass
 from kvcache_jax.core.cache_form import summary
 from kvcache_jax.core.config import CacheConfig, config_from_json, config_to_json
@@ -327,6 +327,10 @@ class AttentionPlan:
     holes: Holes | None = None
     within: Span | None = None
     work: tuple[jax.Array, ...] = ()
+
+    def of_rows(self, rows: jax.Array) -> "AttentionPlan":
+        """Reads the plan of `rows` i32[n] of its rows; an entry that is no row reads nothing."""
+        return jax.tree.map(lambda x: get_at(x, rows, 0), dataclasses.replace(self, work=()))
 
 
 @pytree_dataclass()
