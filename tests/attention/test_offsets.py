@@ -13,13 +13,18 @@ from kvcache_jax import testing
 
 @dataclasses.dataclass(frozen=True)
 class FromTheFirst(kv.LayerKind):
-    """Plain keys and values, read as a half and a quarter of how far they are from their first number."""
+    """Plain keys and values, read as a half and a quarter of how far they are from their first number.
+
+    All is NaN of a slot that has no token, whether it holds NaN or zeros.
+    """
 
     def keys_values(self, tile, weights=None):
         self.refuse_weights(weights)
         k, v = tile["k"].astype(jnp.float32), tile["v"].astype(jnp.float32)
+        anything = jnp.where((k == 0).all(axis=-1), jnp.nan, 0)
+        k, v = k + anything[..., None], v + anything[..., None]
         first_k, first_v = k[..., 0], v[..., 0]
-        ones = jnp.ones_like(first_k)
+        ones = jnp.ones_like(first_k) + anything
         k, v = (k - first_k[..., None]) / 2, (v - first_v[..., None]) / 4
         return kv.KeysValues(k.astype(self.dtype), v.astype(self.dtype), 2 * ones, 4 * ones, first_k, first_v)
 
