@@ -1,11 +1,12 @@
 """Paged attention in plain XLA: online softmax over tiles of blocks, forward and backward.
 
-One loop, which runs as far as the longest row of the step needs, not over the table's width. Products are
-computed in the dtype that keys and values are stored in, and added up in float32. Shapes below: `r` rows of
-the `AttentionPlan`, `t` queries of a row, `h` key/value heads, `g` query heads per key/value head,
-`m = t * g` queries of a row and key/value head, `b` blocks of a tile, `s` tokens of a block, `n = b * s` keys
-of a tile, `d` the width of a key, `e` the width of a value. Stored blocks become keys and values tile by
-tile, by the layer kind's `keys_values`; its scales and offsets are applied to logits and weights.
+One loop, which runs as far as the rows of the step need, not over the table's width; on CPUs a few rows at a
+time (`lanes`). Products are computed in the dtype that keys and values are stored in, and added up in
+float32. Shapes below: `r` rows of the `AttentionPlan`, `t` queries of a row, `h` key/value heads, `g` query
+heads per key/value head, `m = t * g` queries of a row and key/value head, `b` blocks of a tile, `s` tokens of
+a block, `n = b * s` keys of a tile, `d` the width of a key, `e` the width of a value. Stored blocks become
+keys and values tile by tile, by the layer kind's `keys_values`; its scales and offsets are applied to logits
+and weights.
 
 References:
   Online softmax normalizer calculation for softmax (Milakov, Gimelshein; arXiv:1805.02867) and
