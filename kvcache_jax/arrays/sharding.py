@@ -77,6 +77,16 @@ def for_each_head(array: jax.Array, values: jax.Array) -> jax.Array:
     return jnp.broadcast_to(array, (values.shape[1], *array.shape), out_sharding=split)
 
 
+def split_as(array: jax.Array, values: jax.Array) -> jax.Array:
+    """Splits an array's first axis as the first axis of `values`, where its type tells."""
+    spec = jax.typeof(values).sharding.spec
+    if not spec or spec[0] is None:
+        return array
+    return jax.sharding.reshard(
+        array, NamedSharding(jax.typeof(values).sharding.mesh, PartitionSpec(spec[0]))
+    )
+
+
 def check_split(name: str, values: jax.Array, axis: str | None) -> None:
     """Raises where types tell that `values [..., heads, head_dim]` are split otherwise than the pool's heads.
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvcache_jax.arrays.masked_updates import get_at
+from kvcache_jax.arrays.sharding import split_as
 from kvcache_jax.attention.tiles import Tile, Tiles
 from kvcache_jax.core.state import AttentionPlan
 
@@ -34,6 +35,8 @@ def fold[T](
     if cut.num_lanes >= plan.table_row.shape[0]:
         return lax.fori_loop(0, cut.num_tiles.max(), lambda i, state: add(state, q, cut.load(i, plan)), state)
     lanes = deal(cut.num_tiles, cut.num_lanes)
+    # Zeros need not be split over a mesh as what is computed for their place.
+    state = jax.tree.map(lambda x: split_as(x, q), state)
 
     def add_some(i: jax.Array, state: T) -> T:
         rows, nth = lanes.at(i)

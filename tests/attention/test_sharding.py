@@ -70,14 +70,15 @@ def expected():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("axis_type", "is_set"),
-    [(AxisType.Auto, True), (AxisType.Explicit, False)],
-    ids=["auto", "explicit without set_mesh"],
+    ("axis_type", "is_set", "tile_tokens"),
+    [(AxisType.Auto, True, None), (AxisType.Explicit, False, None), (AxisType.Explicit, False, 2**16)],
+    ids=["auto", "explicit without set_mesh", "explicit, read row by row"],
 )
-def test_heads_split_over_devices(axis_type, is_set, expected):
+def test_heads_split_over_devices(axis_type, is_set, tile_tokens, expected):
+    config = dataclasses.replace(CONFIG, tile_tokens=tile_tokens)
     mesh = jax.make_mesh((8,), ("heads",), axis_types=(axis_type,))
     with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
-        cache = testing.poison(kv.init(CONFIG, sharding=NamedSharding(mesh, POOL_SPEC)))
+        cache = testing.poison(kv.init(config, sharding=NamedSharding(mesh, POOL_SPEC)))
         put = functools.partial(jax.device_put, device=NamedSharding(mesh, TOKEN_SPEC))
         step_fn = kv.donate(forward)
         program = step_fn.lower(cache, *map(put, make_inputs()), np.zeros(4, np.int32)).compile()
