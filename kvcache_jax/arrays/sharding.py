@@ -6,12 +6,13 @@ heads. The axis that splits them is known from the pool's type where mesh axes a
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 
 def over_heads(
@@ -138,3 +139,41 @@ def as_varied[T](arrays: T, *others: Any) -> T:
 
 def _axes(array: Any) -> frozenset[str]:
     return jax.typeof(array).manual_axis_type.varying
+
+
+def put(tree: Any, shardings: Any) -> Any:
+    """Puts arrays, the same in all processes, where `shardings`, a prefix of their tree, have them."""
+
+    def put_one(leaf: Any, sharding: Sharding) -> jax.Array:
+        if sharding.is_fully_addressable or (isinstance(leaf, jax.Array) and not leaf.is_fully_addressable):
+            return jax.device_put(leaf, sharding)
+        host = np.asarray(leaf)
+        return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+    return jax.tree.map(
+        lambda sharding, part: jax.tree.map(lambda leaf: put_one(leaf, sharding), part), shardings, tree
+    )
+
+
+class OnHost(NamedTuple):
+    """An array's shards of this process in host memory, by device, and what it was."""
+
+    shape: tuple[int, ...]
+    sharding: Sharding
+    shards: Mapping[jax.Device, np.ndarray]
+
+
+def to_host(array: jax.Array) -> OnHost:
+    """Copies what this process has of an array."""
+    shards = {shard.device: np.array(shard.data) for shard in array.addressable_shards}
+    return OnHost(array.shape, array.sharding, shards)
+
+
+def to_devices(kept: OnHost) -> jax.Array:
+    """Puts an array back to where it was."""
+    kind = kept.sharding.memory_kind
+    shards = [
+        jax.device_put(data, SingleDeviceSharding(device, memory_kind=kind))
+        for device, data in kept.shards.items()
+    ]
+    return jax.make_array_from_single_device_arrays(kept.shape, kept.sharding, shards)

@@ -1,9 +1,11 @@
 """The device's side of an engine: its state, and the dispatches under way.
 
-All reads of the device go through one `Reader`.
+All reads of the device go through one `Reader`. What runs on the device runs in all processes of a team: the
+leader's calls are told to the others before they are done.
 """
 
 import dataclasses
+import hashlib
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -12,7 +14,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from kvcache_jax.arrays.sharding import OnHost, to_devices, to_host
 from kvcache_jax.core.state import Cache
+from kvcache_jax.core.team import ProcessLost, Team, marks_of
 from kvcache_jax.engine.events import Reader
 from kvcache_jax.engine.failure import EngineFailed
 from kvcache_jax.engine.options import Options
@@ -41,10 +45,9 @@ class Arrival(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """The rest of a state whose memory was given back: its arrays in numpy, or None; and where they were."""
+    """The rest of a state whose memory was given back: its arrays in host memory, or None."""
 
     state: EngineState | None
-    homes: Any
 
 
 class Device:
@@ -63,11 +66,15 @@ class Device:
         params: Any,
         sizes: TableSizes,
         outbox_shape: tuple[int, int],
+        team: Team,
     ):
         self._shards, self._model, self._options = shards, model, options
         self._sizes, self._outbox_shape = sizes, outbox_shape
         self.params = shards.place_params(params)
         self.read = Reader()
+        self._team, self._member = team, team.join(self._obey)
+        self._num_weights, self._told = 0, list[Inbox]()
+        team.agree("Engine", "params", lambda: marks_of(self.params))
         self._state: EngineState | None = None
         self._failure: Exception | None = None
         self._kept: _Kept | None = None
@@ -86,6 +93,8 @@ class Device:
             return self._state
         if self._kept is not None:
             raise RuntimeError("the engine's memory was given back, expected engine.restore()")
+        if isinstance(self._failure, ProcessLost):
+            raise EngineFailed(str(self._failure)) from self._failure
         raise EngineFailed(
             "the device, or a callback in the model, failed and the engine's state is lost, expected "
             "engine.reset(): all requests that have not ended go on"
@@ -105,12 +114,17 @@ class Device:
         else:
             self._failure = None
 
+    def begin_again(self, counters: np.ndarray) -> None:
+        """Begins in all processes, after a failure or a release."""
+        self._team.forget_failures()
+        self._tell("begin_again", counters)
+        self.begin(counters)
+
     def release(self, keeps: bool) -> None:
         """Gives the state's memory back, of which the host `keeps` a copy, while no dispatch is under way."""
+        self._tell("release", keeps)
         state = self.state
-        homes = jax.tree.map(lambda x: x.sharding, state)
-        host = jax.tree.map(lambda x: np.array(x), jax.device_get(state)) if keeps else None
-        self._kept, self._state = _Kept(host, homes), None
+        self._kept, self._state = _Kept(jax.tree.map(to_host, state) if keeps else None), None
         for leaf in jax.tree.leaves(state):
             leaf.delete()
 
@@ -123,18 +137,41 @@ class Device:
         """
         if self._kept is None:
             raise RuntimeError("the engine has its memory, expected engine.release() before restore()")
+        self._tell("restore")
         if self._kept.state is None:
             return False
-        self._state, self._kept = jax.block_until_ready(jax.device_put(*self._kept)), None
+        is_leaf = lambda leaf: isinstance(leaf, OnHost)  # noqa: E731
+        state = jax.tree.map(to_devices, self._kept.state, is_leaf=is_leaf)
+        self._state, self._kept = jax.block_until_ready(state), None
         return True
 
     def with_same_shapes(self, params: Any) -> Any:
         """Refuses parameters that the program was not compiled for, and puts others where it wants them."""
-        return self._shards.place_params(with_same_shapes(params, self.params))
+        self._team.require_all("set_params")
+        params = self._shards.place_params(with_same_shapes(params, self.params))
+        self._team.agree("set_params", "params", lambda: marks_of(params))
+        return params
+
+    def set_params(self, params: Any) -> None:
+        """Goes on with other parameters."""
+        self.params = params
+        self._num_weights += 1
+
+    def compile(self, inboxes: Sequence[Inbox]) -> None:
+        """Compiles the program, if all processes have the same one."""
+        self._tell("compile", inboxes)
+        lowered = self.lower(self.params, self.state, inboxes)
+        program = lambda: {"": hashlib.sha256(lowered.as_text().encode()).hexdigest()}  # noqa: E731
+        self._team.agree("Engine", "program", program)
+        lowered.compile()
 
     def launch(self, inboxes: Sequence[Inbox], length: Length) -> None:
         """Launches a dispatch; if that raises anything but `EngineFailed`, nothing happened."""
         state, launched_at = self.state, time.monotonic()
+        old = self._told or [None] * len(inboxes)
+        news = [None if inbox is last else inbox for inbox, last in zip(inboxes, old, strict=True)]
+        self._tell("launch", news, length, self._num_weights)
+        self._told = list(inboxes)
         try:
             self._state, reports = self._shards.run(
                 self._model, self._options, self.params, state, inboxes, np.array(length, np.int32)
@@ -156,17 +193,19 @@ class Device:
     def _check(self, state: EngineState, error: Exception) -> None:
         """Raises `EngineFailed` if an error has cost the state."""
         if any(leaf.is_deleted() for leaf in jax.tree.leaves(state)):
-            self._failure = error
+            self._failure = self._team.explained(error)
             _ = self.state
+        self._team.forget_failures()  # others have the same error
 
     def arrival(self) -> Arrival:
         """Waits for the oldest reports; an interrupted reader finds them again until they are `dropped`."""
         reports, launched_at = self._in_flight[0]
         is_late = reports.is_ready()  # type: ignore  # jax.Array's type does not name it
         try:
+            self._team.wait(reports)
             found = self.read(reports)
         except Exception as error:
-            self._failure = error
+            self._failure = self._team.explained(error)
             _ = self.state
             raise
         return Arrival(found, max(launched_at, self._arrived_at), time.monotonic(), is_late)
@@ -179,3 +218,26 @@ class Device:
     def lower(self, params: Any, state: EngineState, inboxes: Sequence[Inbox]) -> jax.stages.Lowered:
         """Lowers the program that `launch` runs."""
         return self._shards.lower(self._model, self._options, params, state, inboxes, np.ones(2, np.int32))
+
+    def _tell(self, order: str, *args: Any) -> None:
+        """Has all other processes do the same."""
+        try:
+            self._team.tell(self._member, order, *args)
+        except ProcessLost as error:
+            self._failure = error
+            _ = self.state
+
+    def _obey(self, order: str, *args: Any) -> None:
+        """Does what the leader does; a failure of a dispatch here is seen at once, for the leader waits."""
+        if order != "launch":
+            getattr(self, order)(*args)
+            return
+        news, length, num_weights = args
+        if num_weights != self._num_weights:
+            raise RuntimeError(
+                f"set_params was called {self._num_weights} times, and {num_weights} times in the leader, "
+                "expected it in all processes"
+            )
+        old = self._told or news
+        self.launch([last if new is None else new for new, last in zip(news, old, strict=True)], length)
+        self.drop(self.arrival())

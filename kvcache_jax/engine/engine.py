@@ -20,6 +20,7 @@ from kvcache_jax.arrays.number_checks import static_count, static_flag
 from kvcache_jax.core.arguments import hashable_id
 from kvcache_jax.core.attachment import Attachment
 from kvcache_jax.core.config import CacheConfig
+from kvcache_jax.core.team import ALONE
 from kvcache_jax.decoding.arguments import as_list, check_model, require_functions
 from kvcache_jax.decoding.forward import Forward, prepared
 from kvcache_jax.decoding.options import require_option
@@ -46,7 +47,7 @@ from kvcache_jax.engine.options import (
 )
 from kvcache_jax.engine.pace import Length, Pace
 from kvcache_jax.engine.policies import policies
-from kvcache_jax.engine.program import outbox_len
+from kvcache_jax.engine.program import Inbox, outbox_len
 from kvcache_jax.engine.requests import GenerationRequest, one_namespace
 from kvcache_jax.engine.shards import Shards
 from kvcache_jax.engine.state import EngineState, Finish, outbox_width
@@ -175,7 +176,8 @@ class Engine:
         self._delivery = Delivery(self._tables, config.max_seqs, self._sizes.num_slots, width)
         self._pace = Pace(self._steps)
         model, outbox = Model(forward, **hooks), (num_entries, width)
-        self._device = Device(shards, model, self._options, params, self._sizes, outbox)
+        team = placement.team if placement else ALONE
+        self._device = Device(shards, model, self._options, params, self._sizes, outbox, team)
         self._device.begin(self._delivery.counters())
         self._set_weights(namespace)
         self._has_new_weights = False
@@ -280,7 +282,8 @@ class Engine:
             if namespace is None:
                 namespace = make_namespace(weights=f"engine {secrets.token_hex(16)}")
             self._set_weights(namespace)
-            self._device.params, self._has_new_weights = params, True
+            self._device.set_params(params)
+            self._has_new_weights = True
 
     def namespace_of(self, namespace: ArrayLike | None = None) -> np.ndarray:
         """Finds the namespace in which the cache has a request's blocks, under the present weights.
@@ -434,14 +437,13 @@ class Engine:
           The only program that it has, whatever its requests; `.compile()` says how much memory it takes.
         """
         with self._lock:
-            inboxes = [table.pack(False).inbox for table in self._tables]
             params, state = self.params, self._device.state
         # Not under the lock, for which pushes wait; an array that is donated meanwhile has a shape still.
-        return self._device.lower(params, state, inboxes)
+        return self._device.lower(params, state, self._inboxes())
 
     def _begin(self) -> None:
         """Makes a new state, and tells it of all requests that have not ended."""
-        self._device.begin(self._delivery.counters())
+        self._device.begin_again(self._delivery.counters())
         self._delivery.begin_again(self.clock())
         self._attached.is_new = True
         _ = self._device.state
@@ -460,8 +462,12 @@ class Engine:
     def _compile(self) -> None:
         """Compiles the program before the first dispatch: within `_dispatch` all pushes would wait for it."""
         if not self._is_compiled:
-            self.lower().compile()
+            self._device.compile(self._inboxes())
             self._is_compiled = True
+
+    def _inboxes(self) -> list[Inbox]:
+        with self._lock:
+            return [table.pack(False).inbox for table in self._tables]
 
     def _attend(self) -> None:
         if self._attached and not self._device.num_in_flight:

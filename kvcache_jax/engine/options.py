@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from kvcache_jax.arrays.number_checks import finite_number, static_count, static_flag
 from kvcache_jax.core.config import CacheConfig, ceil_div
 from kvcache_jax.core.state import Cache
+from kvcache_jax.core.team import ALONE, Team
 from kvcache_jax.decoding.arguments import check_num_drafts
 from kvcache_jax.engine.requests import TableSizes
 
@@ -107,19 +108,28 @@ class Placement:
         one that has least to do. Heads are split over `config.head_axis`, if it is set: `forward` then runs
         within `jax.shard_map`, sees its own heads, and adds up over that axis where it must.
       params_spec: `PartitionSpec`s of the parameters, a prefix of their tree. Default: on all devices.
+      team: The processes whose devices the mesh has, `kv.processes.DistributedTeam()`. Default: this one.
 
     Raises:
-      ValueError, TypeError: no mesh, an axis that the mesh lacks.
+      ValueError, TypeError: no mesh, an axis that the mesh lacks, devices of processes that are no team.
     """
 
     mesh: Mesh
     row_axis: str | None = None
     params_spec: Any = None
+    team: Team = ALONE
 
     def __post_init__(self):
         if not isinstance(self.mesh, Mesh):
             raise TypeError(f"mesh is {self.mesh!r}, expected a jax.sharding.Mesh")
         require_axis("row_axis", self.row_axis, self.mesh)
+        if not isinstance(self.team, Team):
+            raise TypeError(f"team is {self.team!r}, expected a kv.processes.DistributedTeam")
+        if self.mesh.is_multi_process and self.team is ALONE:
+            raise ValueError(
+                "mesh has devices of other processes and there is no team, expected "
+                "kv.engine.Placement(mesh, row_axis, team=kv.processes.DistributedTeam())"
+            )
 
 
 def require_axis(name: str, axis: str | None, mesh: Mesh | None) -> None:

@@ -13,8 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from kvcache_jax.arrays.sharding import put
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.extras import KeptArray
 from kvcache_jax.core.init import init
@@ -55,7 +57,7 @@ class Shards:
 
     def place_params(self, params: Any) -> Any:
         """Commits parameters to where the first ones were, so that one program serves all."""
-        return jax.device_put(params, self._params_at)
+        return put(params, self._params_at)
 
     @property
     def num_shards(self) -> int:
@@ -82,7 +84,7 @@ class Shards:
             lambda: jax.tree.map(lambda x: jnp.zeros((self.num_shards, *x.shape), x.dtype), shapes),
             out_shardings=pool,
         )()
-        state = jax.device_put(stacked, rows)
+        state = put(stacked, rows)
         kept = jax.tree.map(self._empty_kept, config.keeper.arrays(config))
         cache = Cache(control=state.cache.control, pools=pools, config=self._config, kept=kept)
         return dataclasses.replace(state, cache=cache)
@@ -92,7 +94,7 @@ class Shards:
         assert self._mesh is not None
         spec = PartitionSpec(self._row_axis, *array.spec(self._config.head_axis))
         sharding = NamedSharding(self._mesh, spec, memory_kind=self._config.keeper.memory_kind)
-        return jax.device_put(np.zeros((self.num_shards, *array.shape), array.dtype), sharding)
+        return put(np.zeros((self.num_shards, *array.shape), array.dtype), sharding)
 
     def run(
         self,
@@ -152,13 +154,17 @@ class Shards:
             )
             specs = dataclasses.replace(specs, cache=cache)
             # Types do not follow which arrays differ: a shard's devices schedule alike by themselves.
-            return jax.shard_map(
+            state, reports = jax.shard_map(
                 on_shard,
                 mesh=mesh,
                 in_specs=(self._params_spec, specs, rows, PartitionSpec()),
                 out_specs=(specs, rows),
                 check_vma=False,
             )(params, state, inbox, length)
+            if mesh.is_multi_process:  # each process reads the reports of all
+                everywhere = NamedSharding(mesh, PartitionSpec())
+                reports = lax.with_sharding_constraint(reports, everywhere)
+            return state, reports
 
         return jax.jit(run, static_argnames=("model", "options"), donate_argnames="state")
 

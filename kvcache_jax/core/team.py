@@ -1,0 +1,90 @@
+"""The processes that run a loop's programs together."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+class ProcessLost(RuntimeError):  # noqa: N818
+    """Says that a process with which this one runs its programs is silent, or failed; names it."""
+
+
+class Team:
+    """The processes that run a loop's programs, each on its own devices of a mesh: here this one alone.
+
+    One of them leads. What its programs start with, the others are told, and run the same programs.
+    """
+
+    @property
+    def is_leader(self) -> bool:
+        """Tests whether this process decides."""
+        return True
+
+    def join(self, obey: Callable[..., None]) -> int:
+        """Takes a member, the same in all processes; `obey(order, *args)` does what the leader told it.
+
+        Returns:
+          Its number.
+        """
+        return 0
+
+    def tell(self, member: int, order: str, *args: Any) -> None:
+        """Has a member do the same in all other processes, before this one does it.
+
+        Raises:
+          RuntimeError: this process does not lead.
+        """
+
+    def require_all(self, call: str) -> None:
+        """Refuses a call that all processes have to make, where the leader alone makes it.
+
+        Raises:
+          RuntimeError: it does.
+        """
+
+    def agree(self, call: str, what: str, marks: Callable[[], Mapping[str, Any]]) -> None:
+        """Compares what all processes know under the same names, in a call that each makes.
+
+        Raises:
+          ValueError: another process has something else.
+        """
+
+    def wait(self, array: jax.Array) -> None:
+        """Waits until an array of all processes is there.
+
+        Raises:
+          ProcessLost: one of them will not compute its part.
+        """
+
+    def explained(self, error: Exception) -> Exception:
+        """Finds out whether an error of the device is another process's, and returns one that says so."""
+        return error
+
+    def forget_failures(self) -> None:
+        """Goes on after errors of other processes, with a state that is made anew."""
+
+
+ALONE = Team()
+
+
+def marks_of(params: Any) -> dict[str, int]:
+    """Adds up the bits of the shards of arrays that this process has, {where: a number of 32 bits}."""
+    marks = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        for shard in jnp.asarray(leaf).addressable_shards:
+            name = f"{jax.tree_util.keystr(path)} {shard.index}"
+            marks[name] = _sum_of_bits(shard.data)
+    return {name: int(mark) for name, mark in marks.items()}
+
+
+@jax.jit
+def _sum_of_bits(array: jax.Array) -> jax.Array:
+    """Adds the bits up, times odd numbers, so that the order counts: u32[]."""
+    values = array.reshape(-1)
+    if jnp.issubdtype(values.dtype, jnp.floating):
+        values = lax.bitcast_convert_type(values.astype(jnp.float32), jnp.uint32)
+    places = jnp.arange(values.size, dtype=jnp.uint32)
+    return jnp.sum(values.astype(jnp.uint32) * (2 * places + 1), dtype=jnp.uint32)

@@ -1,0 +1,302 @@
+"""A team of the processes of `jax.distributed`: one leads, the others follow, and who is lost is named.
+
+Orders go through the key-value store of JAX's coordination service, not through the devices: a process
+that waits for an order can look at a clock, and one that waits in a collective cannot. This is the one file
+that knows of process ids.
+"""
+
+import atexit
+import contextlib
+import itertools
+import os
+import pickle
+import sys
+import threading
+import time
+import weakref
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax._src import distributed  # the coordination service's store has no public name
+
+from kvcache_jax.core.team import ProcessLost, Team
+
+_LEADER = 0
+_POLL_S = 0.0005
+_WAIT_MS = 500
+_KEPT_ORDERS = 256
+_SIGN_OFF_S = 0.5
+_numbers = itertools.count()
+
+
+class Disagreement(ValueError):  # noqa: N818
+    """Says that processes call the same with other arguments."""
+
+
+class DistributedTeam(Team):
+    """The processes of `jax.distributed`, for engines on a mesh of all their devices.
+
+    Every process makes the team, and then the same engines, in the same order, with equal arguments. Process
+    0 leads: within `run` it alone pushes requests and reads events, and the others do as it does. Parameters
+    are set in all processes, between two calls of `run`.
+
+    A process that is stopped or gone is noticed by the others after `timeout_s`; one that is slow, or
+    compiles for long, is not lost. The end of process 0 ends all at once: it has the coordination service.
+
+    Args:
+      timeout_s: Seconds after which a process that gives no sign of life is lost.
+      exits: Where one is lost, followers write a sentence to stderr and end their process, with the exit
+        status 70, for a collective that hangs lets it end in no other way. The leader's engine raises
+        `EngineFailed`, so that it can save what it has; end it by `os._exit` then. False: followers raise
+        `ProcessLost`.
+
+    Raises:
+      RuntimeError: `jax.distributed.initialize` was not called.
+
+    Example:
+      jax.distributed.initialize()
+      team = kv.processes.DistributedTeam()
+      engine = kv.Engine(..., placement=kv.engine.Placement(mesh, "rows", team=team))
+
+      def lead():
+          engine.push(requests)
+          return [*engine]
+
+      events = team.run(lead)  # None in all processes but the leader
+    """
+
+    def __init__(self, *, timeout_s: float = 30.0, exits: bool = True):
+        if not timeout_s > 0:
+            raise ValueError(f"timeout_s is {timeout_s}, expected seconds above 0")
+        client = distributed.global_state.client
+        if client is None:
+            raise RuntimeError(
+                "there is no team of one process, expected a call of jax.distributed.initialize() before"
+            )
+        self._client: Any = client
+        self._key = f"kvcache_jax/team {next(_numbers)}/"
+        self._exits, self._timeout_s = exits, timeout_s
+        self._members: list[Callable[..., None]] = []
+        self._runs = False
+        self._call = 0, "DistributedTeam"  # number and name of the call that all processes make
+        self._num_orders = self._num_agreed = self._first_order = 0
+        self._lost: str | None = None
+        self._failed: dict[int, tuple[int, str]] = {}  # by process: the number of an order, and its error
+        self._signs: dict[
+            int, tuple[bytes, float]
+        ] = {}  # by process: the last sign of life, and when it came
+        stop = threading.Event()
+        threading.Thread(target=_watch, args=(weakref.ref(self), stop), daemon=True).start()
+        atexit.register(_leave, weakref.ref(self), stop)
+
+    @property
+    def is_leader(self) -> bool:
+        """Tests whether this process decides."""
+        return jax.process_index() == _LEADER
+
+    def run(self, lead: Callable[[], Any]) -> Any:
+        """Runs `lead` in the leader, while the others follow it.
+
+        Args:
+          lead: Pushes, reads events, cancels, resets, releases; returns anything.
+
+        Returns:
+          What `lead` returns; in the other processes None, once it has ended.
+
+        Raises:
+          ProcessLost: in a follower: another process is silent.
+        """
+        self._call = self._call[0] + 1, "run"
+        if not self.is_leader:
+            return self._follow()
+        self._runs = True
+        try:
+            return lead()
+        finally:
+            self._runs = False
+            if self._lost is None:
+                self._send(None)
+
+    def join(self, obey: Callable[..., None]) -> int:
+        """Takes a member, the same in all processes."""
+        self._members.append(obey)
+        return len(self._members) - 1
+
+    def tell(self, member: int, order: str, *args: Any) -> None:
+        """Has a member do the same in all other processes."""
+        if not self._runs:
+            where = "outside of run" if self.is_leader else f"in process {jax.process_index()}"
+            raise RuntimeError(f"{order} is called {where}, expected in the leader, within team.run(lead)")
+        if self.is_leader:
+            self._check()
+            self._send((member, order, args))
+
+    def require_all(self, call: str) -> None:
+        """Refuses a call that all processes have to make, where the leader alone makes it."""
+        if self._runs:
+            raise RuntimeError(f"{call} is called within run, expected in all processes, between two runs")
+
+    def agree(self, call: str, what: str, marks: Callable[[], Mapping[str, Any]]) -> None:
+        """Compares what all processes know under the same names, in a call that each makes."""
+        if not self._runs:
+            self._call = self._call[0] + 1, call
+        key, mine = f"{self._key}agree {self._num_agreed}/", {**marks()}
+        self._num_agreed += 1
+        me = jax.process_index()
+        self._client.key_value_set_bytes(f"{key}{me}", pickle.dumps(mine))
+        for process in range(jax.process_count()):
+            others = pickle.loads(self._get(f"{key}{process}"))
+            same = mine.keys() & others.keys()
+            different = sorted(name for name in same if mine[name] != others[name])
+            if different or mine.keys() ^ others.keys() and not same:
+                place = f" at {different[0]}" if different and different[0] else ""
+                raise Disagreement(
+                    f"process {process} has other {what}{place} than process {me}, expected {call} with "
+                    "equal arguments, of equal code, in all processes"
+                )
+
+    def wait(self, array: jax.Array) -> None:
+        """Waits until an array of all processes is there, or one of them is lost."""
+        while not array.is_ready():  # type: ignore  # jax.Array's type does not name it
+            self._check()
+            time.sleep(_POLL_S)
+
+    def explained(self, error: Exception) -> Exception:
+        """Waits for a sign that another process is why the device failed, after a sign of its own."""
+        if not self.is_leader:
+            self._note_failure(error)
+        end = time.monotonic() + self._timeout_s + 2 * self._pause_s
+        while time.monotonic() < end:
+            try:
+                self._check()
+            except ProcessLost as lost:
+                lost.__cause__ = error
+                return lost
+            time.sleep(_POLL_S)
+        return error
+
+    def forget_failures(self) -> None:
+        """Goes on after errors of other processes, with a state that is made anew."""
+        self._first_order = self._num_orders
+
+    def _follow(self) -> None:
+        """Obeys the leader's orders until it dismisses this process."""
+        while True:
+            order = pickle.loads(zlib.decompress(self._get(self._order_key(self._num_orders))))
+            self._num_orders += 1
+            if order is None:
+                return
+            member, name, args = order
+            self._runs = True
+            try:
+                self._members[member](name, *args)
+            except Disagreement:
+                raise
+            except Exception as error:
+                if self._lost:
+                    self._end()
+                self._note_failure(error)  # the leader has the same one, or has to know it
+            finally:
+                self._runs = False
+
+    def _note_failure(self, error: Exception) -> None:
+        text = f"{self._num_orders} {type(error).__name__}: {error}"
+        key = f"{self._key}failed/{jax.process_index()}"
+        self._client.key_value_set_bytes(key, text.encode(), allow_overwrite=True)
+
+    def _end(self) -> None:
+        """Ends a process whose team is lost."""
+        assert self._lost
+        if self._exits:
+            sys.stderr.write(self._lost + "\n")
+            sys.stderr.flush()
+            os._exit(70)
+        raise ProcessLost(self._lost)
+
+    def _check(self) -> None:
+        if self._lost:
+            raise ProcessLost(self._lost)
+        for process, (number, error) in tuple(self._failed.items()):
+            if number > self._first_order:
+                raise ProcessLost(f"process {process} failed: {error}")
+
+    def _send(self, order: Any) -> None:
+        """Sends an order to all followers, and forgets one that they have done long ago."""
+        text = zlib.compress(pickle.dumps(order), 1)
+        self._client.key_value_set_bytes(self._order_key(self._num_orders), text)
+        if self._num_orders >= _KEPT_ORDERS:
+            self._client.key_value_delete(self._order_key(self._num_orders - _KEPT_ORDERS))
+        self._num_orders += 1
+
+    def _order_key(self, number: int) -> str:
+        return f"{self._key}order {number}"
+
+    def _get(self, key: str) -> bytes:
+        """Waits for a value of the store, as long as no process is lost."""
+        while not self._lost:
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # it is not there yet
+                return self._client.blocking_key_value_get_bytes(key, _WAIT_MS)
+        if self.is_leader:
+            raise ProcessLost(self._lost)
+        self._end()
+        raise AssertionError
+
+    @property
+    def _pause_s(self) -> float:
+        return min(self._timeout_s / 5, 1.0)
+
+    def _look(self) -> None:
+        """Gives a sign of life, and looks for those of the others."""
+        me, (number, call) = jax.process_index(), self._call
+        sign = f"{number} {call} {time.monotonic()}"
+        self._client.key_value_set_bytes(f"{self._key}alive/{me}", sign.encode(), allow_overwrite=True)
+        for process, sign in self._of_processes("alive"):
+            if process != me and sign != self._signs.get(process, (None,))[0]:
+                self._signs[process] = sign, time.monotonic()
+        for process, text in self._of_processes("failed"):
+            order, error = text.decode().split(" ", 1)
+            self._failed[process] = int(order), error
+        self._lost = self._lost or self._look_for_lost(me, number, call)
+
+    def _look_for_lost(self, me: int, number: int, call: str) -> str | None:
+        """Finds a process that is silent, or makes another call than this one; the names of calls count."""
+        for process, (sign, at) in self._signs.items():
+            other_number, other_call, _ = sign.decode().split(" ")
+            if time.monotonic() - at > self._timeout_s:
+                return (
+                    f"process {process} has given no sign of life for {self._timeout_s:g} s, and what the "
+                    "others compute with it is lost: start all processes again"
+                )
+            if int(other_number) == number and other_call != call:
+                return (
+                    f"process {process} calls {other_call} where process {me} calls {call}, expected the "
+                    "same calls in the same order in all processes"
+                )
+        return None
+
+    def _of_processes(self, what: str) -> list[tuple[int, bytes]]:
+        found = self._client.key_value_dir_get_bytes(f"{self._key}{what}/")
+        return [(int(name.rsplit("/", 1)[1]), value) for name, value in found]
+
+
+def _watch(of: weakref.ref, stop: threading.Event) -> None:
+    """Looks after a team, as long as it is there."""
+    while (team := of()) is not None:
+        pause_s = team._pause_s
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # without the store there is nothing to see
+            team._look()
+        del team
+        if stop.wait(pause_s):
+            return
+
+
+def _leave(of: weakref.ref, stop: threading.Event) -> None:
+    """Has the processes end together, the leader's last: it has the service that the others sign off from."""
+    team = of()
+    if team is not None and team._lost is None:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # one has ended already
+            team._client.wait_at_barrier(f"{team._key}leave", int(1000 * team._timeout_s))
+            time.sleep(_SIGN_OFF_S if team.is_leader else 0)
+    stop.set()

@@ -1,0 +1,197 @@
+"""One process of a team, which a test starts: `python -m tests.processes.team_worker PORT RANK SIZE MODE`.
+
+The mode "mixes" serves random mixes of requests on a mesh with a scheduler in each process and heads over its
+two devices, and compares them with each request decoded alone; the leader prints what it saw as JSON.
+"""
+
+import functools
+import json
+import os
+import signal
+import sys
+import time
+
+os.environ["XLA_FLAGS"] = (
+    "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0 "
+    "--xla_llvm_disable_expensive_passes=true --xla_cpu_collective_timeout_seconds=20"
+)
+os.environ["JAX_ENABLE_RECOVERABILITY"] = "1"
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+import kvcache_jax as kv
+from tests.engine.exact_engine import SIZES, expect
+from tests.engine.exact_model import DIM, make_params, note, random_request
+from tests.engine.test_shards import forward
+
+TIMEOUT_S = 5.0
+
+
+def make_engine(size, make_team=kv.processes.DistributedTeam, model=forward, params=None, **options):
+    mesh = Mesh(np.array(jax.devices()).reshape(size, 2), ("rows", "heads"))
+    config = kv.CacheConfig(
+        [kv.FullAttention(2, DIM)],
+        num_blocks=11,
+        block_size=4,
+        max_seqs=4,
+        max_seq_len=48,
+        enable_prefix_caching=True,
+        head_axis="heads",
+    )
+    team = make_team(timeout_s=TIMEOUT_S)
+    placement = kv.engine.Placement(mesh, "rows", team=team)
+    return team, kv.Engine(model, params or make_params(), config, **SIZES | options, placement=placement)
+
+
+def serve(engine, requests):
+    """Pushes requests as there is room, cancels every seventh of them, and reads all events."""
+    said, waiting = {}, list(requests)
+    while waiting or engine.num_unfinished:
+        waiting = waiting[engine.push(waiting) :]
+        engine.drain()
+        note(said, engine.take_events())
+    note(said, engine)
+    return said
+
+
+def mixes(size):
+    """Mixes one after the other; between them weights change, and the memory is given back and taken."""
+    team, engine = make_engine(size)
+    rng, num_done = np.random.default_rng(5), 0
+    for round_ in range(8):
+        shift = round_ // 2 % 2
+        if round_ % 2 == 0 and round_:
+            engine.set_params(make_params(shift))
+
+        def lead(shift=shift, round_=round_):
+            requests = [random_request(rng, (round_, i)) for i in range(25)]
+            if round_ in (1, 5):
+                engine.release(keep=round_ == 5)
+                engine.push(requests[:3])
+                engine.restore()
+                expect(serve(engine, requests[3:]), requests, shift=shift)
+            elif round_ == 3:
+                engine.push(requests[:5])
+                engine.drain(2)
+                engine.reset()
+                expect(serve(engine, requests[5:]), requests, shift=shift)
+            else:
+                expect(serve(engine, requests), requests, shift=shift)
+            return len(requests)
+
+        num_done += team.run(lead) or 0
+    if team.is_leader:
+        counts = engine.figures().counts
+        print(json.dumps({"requests": num_done, "preemptions": counts[kv.engine.Counter.PREEMPTIONS]}))
+
+
+class Doomed(kv.processes.DistributedTeam):
+    """A team whose process 1 does something before the order with a certain number."""
+
+    at, deed = 0, staticmethod(lambda: None)
+    num_obeyed = 0
+
+    def join(self, obey):
+        def obey_or(*order):
+            self.num_obeyed += 1
+            if self.num_obeyed == self.at:
+                self.deed()
+            obey(*order)
+
+        return super().join(obey_or if jax.process_index() == 1 else obey)
+
+
+def send_signal(name):
+    os.kill(os.getpid(), getattr(signal, f"SIG{name}"))
+
+
+def serve_one_mix(team, engine):
+    """Ends as it should, or says why not, and ends the process at once, for a collective may hang."""
+    requests = [random_request(np.random.default_rng(7), i) for i in range(20)]
+    begun = time.monotonic()
+
+    def lead():
+        try:
+            expect(serve(engine, requests), requests)
+        except kv.engine.EngineFailed as error:
+            print(json.dumps({"failed": str(error), "after_s": time.monotonic() - begun}), flush=True)
+            os._exit(3)
+        return len(requests)
+
+    print(json.dumps({"requests": team.run(lead)}))
+
+
+def between(size, name):
+    """Process 1 gets a signal between two dispatches."""
+    Doomed.at, Doomed.deed = 4, staticmethod(lambda: send_signal(name))
+    serve_one_mix(*make_engine(size, Doomed))
+
+
+def within(size, name):
+    """Process 1 gets a signal while a step is computed."""
+    serve_one_mix(*make_engine(size, model=functools.partial(forward_with_callback, deed=name)))
+
+
+def late(size, seconds):
+    """Process 1 is late, by more than silence would be excused."""
+    Doomed.at, Doomed.deed = 4, staticmethod(lambda: time.sleep(float(seconds)))
+    serve_one_mix(*make_engine(size, Doomed))
+
+
+def raising(size, _):
+    """A callback in the model of process 1 raises."""
+    serve_one_mix(*make_engine(size, model=functools.partial(forward_with_callback, deed="raise")))
+
+
+num_calls = 0
+
+
+def forward_with_callback(params, tokens, cache, step, *, deed):
+    """The model with a step in which process 1 does something."""
+
+    def call(values):
+        global num_calls
+        num_calls += 1
+        if num_calls == 40 and jax.process_index() == 1:
+            if deed == "raise":
+                raise OSError("a disk is full")
+            send_signal(deed)
+        return values
+
+    tokens = jax.pure_callback(call, jax.ShapeDtypeStruct(tokens.shape, tokens.dtype), tokens)
+    return forward(params, tokens, cache, step)
+
+
+def differing(size, what):
+    """Process 1 has other parameters, options or calls: each is named before anything runs."""
+    is_other = jax.process_index() == 1
+    try:
+        if what == "params":
+            make_engine(size, params=make_params(int(is_other)))
+        elif what == "program":
+            team, engine = make_engine(size, token_budget=12 + 4 * is_other)
+            team.run(lambda: serve(engine, [random_request(np.random.default_rng(7), 0)]))
+        else:
+            team, engine = make_engine(size)
+            if not is_other:
+                engine.set_params(make_params(1))
+            team.run(lambda: serve(engine, [random_request(np.random.default_rng(7), 0)]))
+        said = ""
+    except (ValueError, RuntimeError) as error:
+        said = str(error)
+    print(json.dumps({"said": said}), flush=True)
+    os._exit(0)
+
+
+def main(port, rank, size, mode):
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"127.0.0.1:{port}", size, rank, heartbeat_timeout_seconds=60)
+    name, *words = mode.split(":")
+    globals()[name](size, *words)
+
+
+if __name__ == "__main__":
+    port, rank, size, mode = sys.argv[1:]
+    main(int(port), int(rank), int(size), mode)
