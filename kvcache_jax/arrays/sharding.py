@@ -160,7 +160,7 @@ class OnHost(NamedTuple):
 
     shape: tuple[int, ...]
     sharding: Sharding
-    shards: Mapping[jax.Device, np.ndarray]
+    shards: Mapping[Any, np.ndarray]
 
 
 def to_host(array: jax.Array) -> OnHost:

@@ -32,7 +32,7 @@ class Team:
         return 0
 
     def tell(self, member: int, order: str, *args: Any) -> None:
-        """Has a member do the same in all other processes, before this one does it.
+        """Tells a member of all other processes what to do, before this process does it.
 
         Raises:
           RuntimeError: this process does not lead.

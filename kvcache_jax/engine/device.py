@@ -16,7 +16,7 @@ import numpy as np
 
 from kvcache_jax.arrays.sharding import OnHost, to_devices, to_host
 from kvcache_jax.core.state import Cache
-from kvcache_jax.core.team import ProcessLost, Team, marks_of
+from kvcache_jax.core.team import ProcessLost, marks_of
 from kvcache_jax.engine.events import Reader
 from kvcache_jax.engine.failure import EngineFailed
 from kvcache_jax.engine.options import Options
@@ -66,15 +66,15 @@ class Device:
         params: Any,
         sizes: TableSizes,
         outbox_shape: tuple[int, int],
-        team: Team,
     ):
         self._shards, self._model, self._options = shards, model, options
         self._sizes, self._outbox_shape = sizes, outbox_shape
         self.params = shards.place_params(params)
         self.read = Reader()
-        self._team, self._member = team, team.join(self._obey)
+        self._team = shards.team
+        self._member = self._team.join(self._obey)
         self._num_weights, self._told = 0, list[Inbox]()
-        team.agree("Engine", "params", lambda: marks_of(self.params))
+        self._team.agree("Engine", "params", lambda: marks_of(self.params))
         self._state: EngineState | None = None
         self._failure: Exception | None = None
         self._kept: _Kept | None = None
@@ -160,7 +160,7 @@ class Device:
     def compile(self, inboxes: Sequence[Inbox]) -> None:
         """Compiles the program, if all processes have the same one."""
         self._tell("compile", inboxes)
-        lowered = self.lower(self.params, self.state, inboxes)
+        lowered = self.lower(inboxes)
         program = lambda: {"": hashlib.sha256(lowered.as_text().encode()).hexdigest()}  # noqa: E731
         self._team.agree("Engine", "program", program)
         lowered.compile()
@@ -215,12 +215,13 @@ class Device:
         self._in_flight.popleft()
         self._arrived_at = arrival.at
 
-    def lower(self, params: Any, state: EngineState, inboxes: Sequence[Inbox]) -> jax.stages.Lowered:
-        """Lowers the program that `launch` runs."""
-        return self._shards.lower(self._model, self._options, params, state, inboxes, np.ones(2, np.int32))
+    def lower(self, inboxes: Sequence[Inbox]) -> jax.stages.Lowered:
+        """Lowers the program that `launch` runs; an array that is donated meanwhile has a shape still."""
+        length = np.ones(2, np.int32)
+        return self._shards.lower(self._model, self._options, self.params, self.state, inboxes, length)
 
     def _tell(self, order: str, *args: Any) -> None:
-        """Has all other processes do the same."""
+        """Tells all other processes to do the same."""
         try:
             self._team.tell(self._member, order, *args)
         except ProcessLost as error:

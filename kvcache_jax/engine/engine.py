@@ -20,7 +20,6 @@ from kvcache_jax.arrays.number_checks import static_count, static_flag
 from kvcache_jax.core.arguments import hashable_id
 from kvcache_jax.core.attachment import Attachment
 from kvcache_jax.core.config import CacheConfig
-from kvcache_jax.core.team import ALONE
 from kvcache_jax.decoding.arguments import as_list, check_model, require_functions
 from kvcache_jax.decoding.forward import Forward, prepared
 from kvcache_jax.decoding.options import require_option
@@ -176,8 +175,7 @@ class Engine:
         self._delivery = Delivery(self._tables, config.max_seqs, self._sizes.num_slots, width)
         self._pace = Pace(self._steps)
         model, outbox = Model(forward, **hooks), (num_entries, width)
-        team = placement.team if placement else ALONE
-        self._device = Device(shards, model, self._options, params, self._sizes, outbox, team)
+        self._device = Device(shards, model, self._options, params, self._sizes, outbox)
         self._device.begin(self._delivery.counters())
         self._set_weights(namespace)
         self._has_new_weights = False
@@ -276,8 +274,7 @@ class Engine:
           params: Of the same shapes and dtypes.
           namespace: u32[4], of the weights: prefixes are shared under equal ones alone. Default: a new one.
         """
-        params = prepared(self._forward, params)
-        params = self._device.with_same_shapes(params)
+        params = self._device.with_same_shapes(prepared(self._forward, params))
         with uninterrupted(), self._lock:
             if namespace is None:
                 namespace = make_namespace(weights=f"engine {secrets.token_hex(16)}")
@@ -436,10 +433,7 @@ class Engine:
         Returns:
           The only program that it has, whatever its requests; `.compile()` says how much memory it takes.
         """
-        with self._lock:
-            params, state = self.params, self._device.state
-        # Not under the lock, for which pushes wait; an array that is donated meanwhile has a shape still.
-        return self._device.lower(params, state, self._inboxes())
+        return self._device.lower(self._inboxes())
 
     def _begin(self) -> None:
         """Makes a new state, and tells it of all requests that have not ended."""
@@ -466,7 +460,7 @@ class Engine:
             self._is_compiled = True
 
     def _inboxes(self) -> list[Inbox]:
-        with self._lock:
+        with self._lock:  # not while the program is compiled, for pushes wait for it
             return [table.pack(False).inbox for table in self._tables]
 
     def _attend(self) -> None:

@@ -21,6 +21,7 @@ from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.extras import KeptArray
 from kvcache_jax.core.init import init
 from kvcache_jax.core.state import Cache
+from kvcache_jax.core.team import ALONE
 from kvcache_jax.engine.options import Options, Placement, require_axis
 from kvcache_jax.engine.program import Inbox, run_dispatch
 from kvcache_jax.engine.requests import TableSizes
@@ -33,6 +34,9 @@ class Shards:
 
     Without a `placement` the engine lives where its first parameters are committed, else on the default
     device.
+
+    Attributes:
+      team: The processes that have the devices.
     """
 
     def __init__(self, placement: Placement | None, config: CacheConfig, params: Any):
@@ -41,6 +45,7 @@ class Shards:
         self._mesh, self._row_axis, self._config = mesh, placement.row_axis if placement else None, config
         spec = placement.params_spec if placement else None
         self._params_spec = PartitionSpec() if spec is None else spec
+        self.team = placement.team if placement else ALONE
         self._latest: Inbox | None = None
         self._placed: Any = None
         if mesh is None:

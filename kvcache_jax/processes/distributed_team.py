@@ -6,15 +6,17 @@ that knows of process ids.
 """
 
 import atexit
+import codecs
 import contextlib
 import itertools
 import os
 import pickle
+import re
 import sys
 import threading
 import time
+import warnings
 import weakref
-import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -75,6 +77,12 @@ class DistributedTeam(Team):
             raise RuntimeError(
                 "there is no team of one process, expected a call of jax.distributed.initialize() before"
             )
+        if not jax.config.jax_enable_recoverability:  # type: ignore
+            warnings.warn(
+                "where a process ends, jax aborts all others before the team can name it, expected "
+                "JAX_ENABLE_RECOVERABILITY=1 in the environment of all processes",
+                stacklevel=2,
+            )
         self._client: Any = client
         self._key = f"kvcache_jax/team {next(_numbers)}/"
         self._exits, self._timeout_s = exits, timeout_s
@@ -83,10 +91,9 @@ class DistributedTeam(Team):
         self._call = 0, "DistributedTeam"  # number and name of the call that all processes make
         self._num_orders = self._num_agreed = self._first_order = 0
         self._lost: str | None = None
-        self._failed: dict[int, tuple[int, str]] = {}  # by process: the number of an order, and its error
-        self._signs: dict[
-            int, tuple[bytes, float]
-        ] = {}  # by process: the last sign of life, and when it came
+        self._num_looks_lost = 0
+        self._failed: dict[int, tuple[bytes, float]] = {}  # by process: its last error, and when it came
+        self._signs: dict[int, tuple[bytes, float]] = {}  # by process: its last sign of life, and when
         stop = threading.Event()
         threading.Thread(target=_watch, args=(weakref.ref(self), stop), daemon=True).start()
         atexit.register(_leave, weakref.ref(self), stop)
@@ -125,7 +132,7 @@ class DistributedTeam(Team):
         return len(self._members) - 1
 
     def tell(self, member: int, order: str, *args: Any) -> None:
-        """Has a member do the same in all other processes."""
+        """Tells a member of all other processes what to do."""
         if not self._runs:
             where = "outside of run" if self.is_leader else f"in process {jax.process_index()}"
             raise RuntimeError(f"{order} is called {where}, expected in the leader, within team.run(lead)")
@@ -162,12 +169,17 @@ class DistributedTeam(Team):
         while not array.is_ready():  # type: ignore  # jax.Array's type does not name it
             self._check()
             time.sleep(_POLL_S)
+        errors = [error for shard in array.addressable_shards if (error := _error_of(shard.data))]
+        if errors:
+            raise min(errors, key=_is_symptom)
 
     def explained(self, error: Exception) -> Exception:
         """Waits for a sign that another process is why the device failed, after a sign of its own."""
+        if isinstance(error, ProcessLost):
+            return error
         if not self.is_leader:
             self._note_failure(error)
-        end = time.monotonic() + self._timeout_s + 2 * self._pause_s
+        end = time.monotonic() + self._grace_s
         while time.monotonic() < end:
             try:
                 self._check()
@@ -184,7 +196,7 @@ class DistributedTeam(Team):
     def _follow(self) -> None:
         """Obeys the leader's orders until it dismisses this process."""
         while True:
-            order = pickle.loads(zlib.decompress(self._get(self._order_key(self._num_orders))))
+            order = pickle.loads(codecs.decode(self._get(self._order_key(self._num_orders)), "zlib"))
             self._num_orders += 1
             if order is None:
                 return
@@ -202,7 +214,8 @@ class DistributedTeam(Team):
                 self._runs = False
 
     def _note_failure(self, error: Exception) -> None:
-        text = f"{self._num_orders} {type(error).__name__}: {error}"
+        line = str(error).strip().splitlines()[-1:]  # the last one of a traceback
+        text = f"{self._num_orders} {int(_is_symptom(error))} {''.join(line) or repr(error)}"
         key = f"{self._key}failed/{jax.process_index()}"
         self._client.key_value_set_bytes(key, text.encode(), allow_overwrite=True)
 
@@ -218,13 +231,16 @@ class DistributedTeam(Team):
     def _check(self) -> None:
         if self._lost:
             raise ProcessLost(self._lost)
-        for process, (number, error) in tuple(self._failed.items()):
-            if number > self._first_order:
+        for process, (text, at) in tuple(self._failed.items()):
+            number, is_symptom, error = text.decode().split(" ", 2)
+            # Where a process is lost, the others' collectives fail too: its silence says more than they do.
+            is_known = is_symptom == "0" or time.monotonic() - at > self._grace_s
+            if int(number) > self._first_order and is_known:
                 raise ProcessLost(f"process {process} failed: {error}")
 
     def _send(self, order: Any) -> None:
         """Sends an order to all followers, and forgets one that they have done long ago."""
-        text = zlib.compress(pickle.dumps(order), 1)
+        text = codecs.encode(pickle.dumps(order), "zlib")
         self._client.key_value_set_bytes(self._order_key(self._num_orders), text)
         if self._num_orders >= _KEPT_ORDERS:
             self._client.key_value_delete(self._order_key(self._num_orders - _KEPT_ORDERS))
@@ -247,18 +263,25 @@ class DistributedTeam(Team):
     def _pause_s(self) -> float:
         return min(self._timeout_s / 5, 1.0)
 
+    @property
+    def _grace_s(self) -> float:
+        """Seconds until a silent process is surely known for one."""
+        return self._timeout_s + 4 * self._pause_s
+
     def _look(self) -> None:
-        """Gives a sign of life, and looks for those of the others."""
+        """Gives a sign of life, and looks for the others' signs."""
         me, (number, call) = jax.process_index(), self._call
         sign = f"{number} {call} {time.monotonic()}"
         self._client.key_value_set_bytes(f"{self._key}alive/{me}", sign.encode(), allow_overwrite=True)
-        for process, sign in self._of_processes("alive"):
-            if process != me and sign != self._signs.get(process, (None,))[0]:
-                self._signs[process] = sign, time.monotonic()
-        for process, text in self._of_processes("failed"):
-            order, error = text.decode().split(" ", 1)
-            self._failed[process] = int(order), error
-        self._lost = self._lost or self._look_for_lost(me, number, call)
+        for what, found in (("alive", self._signs), ("failed", self._failed)):
+            for process, sign in self._of_processes(what):
+                if process != me and sign != found.get(process, (None,))[0]:
+                    found[process] = sign, time.monotonic()
+        lost = self._look_for_lost(me, number, call)
+        self._num_looks_lost = self._num_looks_lost + 1 if lost else 0
+        # The followers end first: after the leader's end they cannot say anything.
+        if self._num_looks_lost > (2 if self.is_leader else 0):
+            self._lost = self._lost or lost
 
     def _look_for_lost(self, me: int, number: int, call: str) -> str | None:
         """Finds a process that is silent, or makes another call than this one; the names of calls count."""
@@ -281,6 +304,19 @@ class DistributedTeam(Team):
         return [(int(name.rsplit("/", 1)[1]), value) for name, value in found]
 
 
+def _error_of(data: jax.Array) -> Exception | None:
+    try:
+        data.block_until_ready()
+    except jax.errors.JaxRuntimeError as error:
+        return error
+    return None
+
+
+def _is_symptom(error: Exception) -> bool:
+    """Tests whether a collective failed, for which another process or device may be the reason."""
+    return re.search("gloo|nccl|collective", str(error), re.IGNORECASE) is not None
+
+
 def _watch(of: weakref.ref, stop: threading.Event) -> None:
     """Looks after a team, as long as it is there."""
     while (team := of()) is not None:
@@ -293,7 +329,7 @@ def _watch(of: weakref.ref, stop: threading.Event) -> None:
 
 
 def _leave(of: weakref.ref, stop: threading.Event) -> None:
-    """Has the processes end together, the leader's last: it has the service that the others sign off from."""
+    """Ends with the others, the leader after them: it has the service from which they sign off."""
     team = of()
     if team is not None and team._lost is None:
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # one has ended already

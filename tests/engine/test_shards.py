@@ -1,7 +1,6 @@
 """The engine on a mesh: rows over one axis, a scheduler each, heads over the other."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
@@ -9,18 +8,8 @@ from jax.sharding import Mesh, NamedSharding
 import kvcache_jax as kv
 from tests.engine.exact_engine import SIZES
 from tests.engine.exact_model import DIM, check_state, config, decode_alone, make_params, note, random_request
-from tests.engine.exact_model import forward as forward_of_one
+from tests.engine.exact_model import forward_of_halves as forward
 from tests.support.helpers import compiled_programs
-
-
-def forward(params, tokens, cache, step):
-    """The exact model, whose one layer has as many heads; each device's heads attend, and are the same."""
-    num_heads = cache.pools[0].k.shape[1]
-    assert num_heads == 2 // 2, "a device sees its own heads"
-    logits, cache = forward_of_one(params, tokens, cache, step)
-    # What only the second device has: half of the logits.
-    mine = jax.lax.axis_index("heads") == jnp.arange(logits.shape[-1])[None, None] % 2
-    return jax.lax.psum(jnp.where(mine, logits, 0), "heads"), cache
 
 
 @pytest.mark.slow
@@ -74,7 +63,7 @@ def test_rows_over_one_axis_and_heads_over_the_other():
         ),
         (
             lambda mesh: mesh,
-            r"placement is Mesh.*, expected kv.engine.Placement\(mesh, row_axis, params_spec\)",
+            r"placement is Mesh.*, expected kv.engine.Placement\(mesh, row_axis, params_spec, team\)",
         ),
         (lambda mesh: None, "config.head_axis is 'heads' and there is no mesh, expected it among"),
         (lambda mesh: kv.engine.Placement(mesh), "config.head_axis is 'heads' and there is a mesh with"),
