@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 
@@ -82,9 +83,10 @@ def marks_of(params: Any) -> dict[str, int]:
 
 @jax.jit
 def _sum_of_bits(array: jax.Array) -> jax.Array:
-    """Adds the bits up, times odd numbers, so that the order counts: u32[]."""
+    """Adds up a hash of the bits and the place of each number: u32[]."""
     values = array.reshape(-1)
     if jnp.issubdtype(values.dtype, jnp.floating):
         values = lax.bitcast_convert_type(values.astype(jnp.float32), jnp.uint32)
     places = jnp.arange(values.size, dtype=jnp.uint32)
-    return jnp.sum(values.astype(jnp.uint32) * (2 * places + 1), dtype=jnp.uint32)
+    mixed = (values.astype(jnp.uint32) ^ (places * np.uint32(0x9E3779B1))) * np.uint32(0x85EBCA6B)
+    return jnp.sum(mixed ^ (mixed >> 15), dtype=jnp.uint32)

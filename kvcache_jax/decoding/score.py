@@ -15,7 +15,7 @@ from kvcache_jax.core.status import Status, raise_for_status
 from kvcache_jax.decoding.arguments import as_list, check_model, model_tokens, usable_prefill_len
 from kvcache_jax.decoding.forward import Forward, prepared
 from kvcache_jax.decoding.host import idle_cache
-from kvcache_jax.decoding.prefill import Scores, feed, prefill
+from kvcache_jax.decoding.prefill import feed, prefill
 from kvcache_jax.decoding.prompts import KEEP_ALL, NOT_LOOKED_UP, PromptCall, PromptSource
 from kvcache_jax.decoding.sampling import are_numbers
 from kvcache_jax.operations.allocate import allocate
@@ -163,7 +163,8 @@ def score(
         cache, fed = feed(
             forward, params, cache, history, length - 1, prefill_len=prefill_len, is_scoring=True
         )
-        found = Scores(*(np.ones(history.shape, dtype) for dtype in (np.float32, bool, bool)))
+        found = [np.ones(history.shape, dtype) for dtype in (np.float32, bool, bool)]
+        found_logprobs, found_greedy, is_scored = found
         for pieces, scores in fed.scores:
             scores = jax.device_get(scores)
             for i, num_tokens in enumerate(pieces.num_tokens):
@@ -175,11 +176,11 @@ def score(
         for row, i, end in zip(rows, wave, status, strict=True):
             if end != Status.OK:
                 continue
-            if not found.is_scored[row].all():
-                nth = int(found.is_scored[row].argmin()) - len(shared) - 1
+            if not is_scored[row].all():
+                nth = int(is_scored[row].argmin()) - len(shared) - 1
                 raise FloatingPointError(_NO_SCORE.format(f"token {nth} of continuation {i}"))
-            results[i][1:] = found.logprobs[row, len(shared) + 1 : length[row]]
-            is_greedy[i][1:] = found.is_greedy[row, len(shared) + 1 : length[row]]
+            results[i][1:] = found_logprobs[row, len(shared) + 1 : length[row]]
+            is_greedy[i][1:] = found_greedy[row, len(shared) + 1 : length[row]]
         return free(cache, ids)[0], status
 
     held, admission, firsts = hold_context(idle_cache("score", cache, config))

@@ -73,7 +73,7 @@ class Device:
         self.read = Reader()
         self._team = shards.team
         self._member = self._team.join(self._obey)
-        self._num_weights, self._told = 0, list[Inbox]()
+        self._told = list[Inbox]()
         self._team.agree("Engine", "params", lambda: marks_of(self.params))
         self._state: EngineState | None = None
         self._failure: Exception | None = None
@@ -122,8 +122,8 @@ class Device:
 
     def release(self, keeps: bool) -> None:
         """Gives the state's memory back, of which the host `keeps` a copy, while no dispatch is under way."""
-        self._tell("release", keeps)
         state = self.state
+        self._tell("release", keeps)
         self._kept, self._state = _Kept(jax.tree.map(to_host, state) if keeps else None), None
         for leaf in jax.tree.leaves(state):
             leaf.delete()
@@ -152,11 +152,6 @@ class Device:
         self._team.agree("set_params", "params", lambda: marks_of(params))
         return params
 
-    def set_params(self, params: Any) -> None:
-        """Goes on with other parameters."""
-        self.params = params
-        self._num_weights += 1
-
     def compile(self, inboxes: Sequence[Inbox]) -> None:
         """Compiles the program, if all processes have the same one."""
         self._tell("compile", inboxes)
@@ -170,7 +165,7 @@ class Device:
         state, launched_at = self.state, time.monotonic()
         old = self._told or [None] * len(inboxes)
         news = [None if inbox is last else inbox for inbox, last in zip(inboxes, old, strict=True)]
-        self._tell("launch", news, length, self._num_weights)
+        self._tell("launch", news, length)
         self._told = list(inboxes)
         try:
             self._state, reports = self._shards.run(
@@ -233,12 +228,7 @@ class Device:
         if order != "launch":
             getattr(self, order)(*args)
             return
-        news, length, num_weights = args
-        if num_weights != self._num_weights:
-            raise RuntimeError(
-                f"set_params was called {self._num_weights} times, and {num_weights} times in the leader, "
-                "expected it in all processes"
-            )
+        news, length = args
         old = self._told or news
         self.launch([last if new is None else new for new, last in zip(news, old, strict=True)], length)
         self.drop(self.arrival())

@@ -279,8 +279,7 @@ class Engine:
             if namespace is None:
                 namespace = make_namespace(weights=f"engine {secrets.token_hex(16)}")
             self._set_weights(namespace)
-            self._device.set_params(params)
-            self._has_new_weights = True
+            self._device.params, self._has_new_weights = params, True
 
     def namespace_of(self, namespace: ArrayLike | None = None) -> np.ndarray:
         """Finds the namespace in which the cache has a request's blocks, under the present weights.

@@ -9,9 +9,12 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import kvcache_jax as kv
+from kvcache_jax.core.team import marks_of
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 GUIDE = ROOT / "docs/guides/processes.md"
@@ -133,6 +136,19 @@ def test_the_program_of_the_guide_runs(tmp_path):
     found = run_processes(2, lambda port, rank, num: [str(tmp_path / "program.py"), str(port), str(rank)])
     assert [code for code, *_ in found.values()] == [0, 0], found
     assert found[LEADER][1] == [{"0": [3, 4, 5], "1": [5, 6, 7, 8]}] and found[DOOMED][1] == []
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8", "uint32", "bool"])
+def test_marks_tell_arrays_apart(dtype):
+    """By each bit, and by its place."""
+    values = jnp.asarray(np.arange(12).reshape(3, 4) % 5, dtype)
+    params = {"a": values, "b": [jnp.int32(3)]}
+    marks = marks_of(params)
+    assert marks == marks_of(jax.tree.map(jnp.copy, params)) and len(marks) == 2
+    assert marks != marks_of(params | {"a": values[::-1]})
+    assert marks != marks_of(params | {"a": values.at[2, 3].set(values[0, 0])})
+    [a, _] = marks.values()
+    assert [*marks_of({"a": values}).values()] == [a]
 
 
 def test_a_team_needs_several_processes():
