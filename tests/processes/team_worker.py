@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 
 os.environ["XLA_FLAGS"] = (
@@ -190,7 +191,15 @@ def differing(size, what):
     os._exit(0)
 
 
+def end_with(parent):
+    """Ends this process, which may hang, once the test that started it is gone."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(9)
+
+
 def main(port, rank, size, mode):
+    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{port}", size, rank, heartbeat_timeout_seconds=60)
     name, *words = mode.split(":")
