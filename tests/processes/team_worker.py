@@ -52,7 +52,7 @@ def make_engine(size, make_team=kv.processes.DistributedTeam, model=forward, par
 
 
 def serve(engine, requests):
-    """Pushes requests as there is room, cancels every seventh of them, and reads all events."""
+    """Pushes requests as there is room, and reads all events."""
     said, waiting = {}, list(requests)
     while waiting or engine.num_unfinished:
         waiting = waiting[engine.push(waiting) :]
