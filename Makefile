@@ -51,7 +51,7 @@ block-map: .venv
 test: .venv
 	$(PY) $(PYTEST) -m "not slow"
 
-# What `make test` leaves out: more cases, more seeds, studies. With SHARE=0/2 or 1/2 one half of it.
+# What `make test` leaves out: more cases, more seeds, studies. With SHARE=0/4 the first quarter of it.
 test-slow: .venv
 	$(PY) $(PYTEST) -m slow $(if $(SHARE),--share $(SHARE))
 
