@@ -4,9 +4,10 @@ SHELL := /bin/sh
 
 EXTRAS := tests,training
 # Each with files of its own, for the tests of a file share compiled functions. A test that hangs, such as a kernel
-# that waits for what never comes, ends its worker after five minutes, and the report names it.
+# that waits for what never comes, ends its worker after five minutes, and the report names it. With AGAIN=--last-failed
+# what failed runs again.
 WORKERS := 2
-PYTEST := -m pytest -n $(WORKERS) --dist loadfile --max-worker-restart=0 \
+PYTEST := -m pytest -n $(WORKERS) --dist loadfile --max-worker-restart=2 $(AGAIN) \
 	-o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true
 # What runs on the oldest supported jax: the tests marked `contract`. Only their files are read, for others import
 # what is not installed there.

@@ -66,6 +66,13 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=sum(shares, []))
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session, exitstatus):
+    """Lets `--last-failed` pass where nothing is left that fails."""
+    if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and session.config.getoption("lf"):
+        session.exitstatus = pytest.ExitCode.OK
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_pycollect_makeitem():
     """Marks as slow those cases of a test that its `quick_cases` does not name.
