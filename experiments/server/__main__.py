@@ -127,9 +127,9 @@ def make_service(options: argparse.Namespace, **more: Any) -> Any:
     import jax
 
     from experiments.server import chat_template
-    from experiments.server.answers import QuietTokenizer
     from experiments.server.app import Service
     from experiments.server.engine_thread import EngineThread
+    from experiments.server.tokens import QuietTokenizer
     from models import checkpoint
     from models import decoder as models
 

@@ -7,32 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import kvcache_jax as kv
-from models.tokenizer import ByteTokenizer, FileTokenizer, TextStream, Tokenizer
-
-
-class QuietTokenizer:
-    """A tokenizer whose stop tokens have no text."""
-
-    def __init__(self, tokenizer: Tokenizer):
-        self.inner, self.stop_tokens = tokenizer, tokenizer.stop_tokens
-        self.vocab_size = tokenizer.vocab_size
-
-    def encode(self, text: str, *, is_whole: bool = False) -> list[int]:
-        """Tokens of a prompt, with what the tokenizer puts in front of one that is not whole."""
-        if is_whole and isinstance(self.inner, FileTokenizer):
-            return self.inner.inner.encode(text, add_special_tokens=False).ids
-        return self.inner.encode(text)
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Text of the tokens but those that end a text."""
-        return self.inner.decode([token for token in tokens if token not in self.stop_tokens])
-
-    def name(self, token: int) -> tuple[str, list[int]]:
-        """Returns the text of one token, and its bytes, which the text names where they are no character."""
-        text = self.inner.decode([token])
-        if not isinstance(self.inner, ByteTokenizer):
-            return text, [*text.encode()]
-        return (f"bytes:\\x{token:02x}" if text == "\ufffd" else text), [token] if token < 256 else []
+from experiments.server.tokens import QuietTokenizer
+from models.tokenizer import TextStream
 
 
 @dataclasses.dataclass
@@ -52,20 +28,21 @@ class Choice:
     """Follows the text of one continuation."""
 
     def __init__(self, index: int, tokenizer: QuietTokenizer):
-        self._index, self._tokenizer = index, tokenizer
-        self._stream = TextStream(tokenizer)
-        self._tokens: list[int] = []
+        self._index, self._stream = index, TextStream(tokenizer)
+        self._text_len = 0  # of the characters that are complete
 
     def add(self, event: kv.engine.TokenEvent) -> Piece:
         """Takes in the next event."""
-        offsets = []
+        offsets, text = [], ""
         for token in event.tokens:
-            offsets.append(len(self._tokenizer.decode(self._tokens).rstrip("\ufffd")))
-            self._tokens.append(token)
-        text = event.text
-        if text is None:
-            text = self._stream.push(event.tokens)
-            text += self._stream.finish() if event.finish_reason is not None else ""
+            offsets.append(self._text_len)
+            new_text = self._stream.push(token)
+            self._text_len += len(new_text)
+            text += new_text
+        if event.finish_reason is not None:
+            text += self._stream.finish()
+        if event.text is not None:  # which stop strings cut, or hold back
+            text = event.text
         return Piece(
             self._index,
             text,

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import hmac
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -17,10 +18,12 @@ from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Res
 
 import kvcache_jax as kv
 from experiments.common import prometheus
-from experiments.server.answers import ChatForm, Choice, Form, QuietTokenizer, Usage
+from experiments.server.answers import ChatForm, Choice, Form, Usage
 from experiments.server.chat_template import ChatTemplate
+from experiments.server.connection import Connection
 from experiments.server.engine_thread import Channel, Continuation, EngineThread, Stopped
 from experiments.server.protocol import ChatOptions, CompletionOptions, Options, Refused, parse
+from experiments.server.tokens import QuietTokenizer
 
 PAGE = Path(__file__).with_name("page.html")
 _DEFAULT_TOKENS = 16  # of a completion, as OpenAI has it
@@ -143,7 +146,7 @@ class Answer(Response):
             for task in (work, gone):
                 task.cancel()
             results = await asyncio.gather(work, gone, return_exceptions=True)
-        if isinstance(results[0], Exception) and not isinstance(results[0], TimeoutError):
+        if isinstance(results[0], Exception):
             raise results[0]
 
     async def _pieces(self) -> AsyncIterator[Any]:
@@ -167,24 +170,22 @@ class Answer(Response):
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         wants_usage, is_new = self._options.stream_options.include_usage, [True] * len(self._choices)
+
+        async def tell(event: dict[str, Any] | None) -> None:
+            data = f"data: {'[DONE]' if event is None else json.dumps(event)}\n\n".encode()
+            await send({"type": "http.response.body", "body": data, "more_body": event is not None})
+
         try:
             async for piece in self._pieces():
                 event = self._form.event(piece, is_new[piece.index], wants_usage)
                 if event is not None:
                     is_new[piece.index] = False
-                    await self._send(send, event)
+                    await tell(event)
             if wants_usage:
-                await self._send(send, self._form.last_event(self._usage))
+                await tell(self._form.last_event(self._usage))
         except Stopped as error:
-            await self._send(send, Refused(str(error), 500).as_dict())
-        await self._send(send, None)
-
-    async def _send(self, send: Any, event: dict[str, Any] | None) -> None:
-        """Sends one event, or the last one; a client that does not read it in time has left."""
-        data = f"data: {'[DONE]' if event is None else json.dumps(event)}\n\n".encode()
-        message = {"type": "http.response.body", "body": data, "more_body": event is not None}
-        async with asyncio.timeout(self._service.send_s):
-            await send(message)
+            await tell(Refused(str(error), 500).as_dict())
+        await tell(None)
 
 
 class Server(uvicorn.Server):
@@ -195,8 +196,11 @@ class Server(uvicorn.Server):
     """
 
     def __init__(self, service: Service):
+        http: Any = functools.partial(Connection, seconds=service.send_s)
         super().__init__(
-            uvicorn.Config(make_app(service), log_level="warning", ws="none", timeout_graceful_shutdown=5)
+            uvicorn.Config(
+                make_app(service), http=http, log_level="warning", ws="none", timeout_graceful_shutdown=5
+            )
         )
         self._service = service
 
@@ -228,15 +232,18 @@ def make_app(service: Service) -> fastapi.FastAPI:
     model = {"id": service.model, "object": "model", "owned_by": "kvcache_jax", "created": 0}
     model["max_model_len"] = service.max_len
 
-    async def submit(options: Options, requests: list[kv.GenerationRequest], form: Form) -> Response:
-        channel = Channel(service.thread, requests)
+    async def submit(
+        options: Options, prompts: Sequence[Sequence[int]], max_tokens: int | None, name: str, form: Form
+    ) -> Response:
         try:
-            is_taken = await service.thread.submit(channel)
-        except BaseException as error:
-            channel.close()
-            if isinstance(error, ValueError):
-                raise Refused(str(error)) from None
-            raise
+            channel = Channel(service.thread, service.requests(options, prompts, max_tokens, name, form))
+            try:
+                is_taken = await service.thread.submit(channel)
+            except BaseException:
+                channel.close()
+                raise
+        except ValueError as error:
+            raise Refused(str(error)) from None
         if not is_taken:
             raise Refused("the queue is full: try again later", 429, code="queue_full")
         return Answer(service, channel, form, options)
@@ -246,8 +253,8 @@ def make_app(service: Service) -> fastapi.FastAPI:
         options = parse(CompletionOptions, await _read_body(request, service.max_body), service.model)
         prompts = await asyncio.to_thread(_encoded, options.prompts, service.tokenizer)
         form = Form(service.model, service.tokenizer, options.num_logprobs is not None)
-        max_tokens = options.max_tokens or _DEFAULT_TOKENS
-        return await submit(options, service.requests(options, prompts, max_tokens, "prompt", form), form)
+        max_tokens = options.max_tokens or min(_DEFAULT_TOKENS, service.max_tokens)
+        return await submit(options, prompts, max_tokens, "prompt", form)
 
     @app.post("/v1/chat/completions", dependencies=guarded)
     async def chat(request: fastapi.Request) -> Response:
@@ -259,7 +266,7 @@ def make_app(service: Service) -> fastapi.FastAPI:
         prompt = await asyncio.to_thread(_rendered, options, service.template, service.tokenizer)
         form = ChatForm(service.model, service.tokenizer, options.num_logprobs is not None)
         max_tokens = options.max_completion_tokens or options.max_tokens
-        return await submit(options, service.requests(options, [prompt], max_tokens, "messages", form), form)
+        return await submit(options, [prompt], max_tokens, "messages", form)
 
     @app.get("/v1/models", dependencies=guarded)
     async def models() -> dict[str, Any]:
@@ -306,7 +313,7 @@ def _encoded(prompts: Sequence[Any], tokenizer: QuietTokenizer) -> list[list[int
 def _rendered(options: ChatOptions, template: ChatTemplate, tokenizer: QuietTokenizer) -> list[int]:
     """Returns the tokens of a chat, whose template says itself what stands in front of the text."""
     messages = [message.for_template() for message in options.messages]
-    text = template.render(messages, **options.chat_template_kwargs)
+    text = template.render(messages, options.chat_template_kwargs)
     return tokenizer.encode(text, is_whole=True)
 
 

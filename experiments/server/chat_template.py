@@ -16,6 +16,7 @@ PLAIN = """\
 {% for message in messages %}{{ message.role }}: {{ message.content }}
 {% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"""
 _CONFIG, _FILE = "tokenizer_config.json", "chat_template.jinja"
+_OWN = {"messages", "self"}
 _SPECIAL = "bos_token", "eos_token", "pad_token", "unk_token"
 
 
@@ -41,15 +42,26 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise InputError(f"the chat template cannot be read: {error}") from None
 
-    def render(self, messages: Sequence[Mapping[str, Any]], **more: Any) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any] | None = None) -> str:
         """Makes the prompt of which the answer is the continuation.
 
+        Args:
+          messages: With a role and a content each.
+          options: More variables of the template, by their names.
+
         Raises:
-          Refused: the template does not take these messages.
+          Refused: the template does not take these messages, or an option has the name of what is its own.
         """
+        options = dict(options or {})
+        if taken := sorted(_OWN & options.keys()):
+            raise Refused(
+                f"chat_template_kwargs has {taken[0]!r}, expected names other than "
+                f"{' and '.join(sorted(_OWN))}, which the template has itself: leave it out",
+                param="chat_template_kwargs",
+            )
         try:
-            return self._template.render(**{"add_generation_prompt": True} | more | {"messages": messages})
-        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError) as error:
+            return self._template.render({"add_generation_prompt": True} | options | {"messages": messages})
+        except Exception as error:  # a template is a program: its filters raise what they like
             raise Refused(
                 f"the chat template does not take these messages: {error}", param="messages"
             ) from None

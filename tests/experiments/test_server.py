@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import http.client
 import json
+import select
 import signal
 import socket
 import threading
@@ -16,17 +17,20 @@ import pytest
 import kvcache_jax as kv
 from models import checkpoint
 from models import decoder as models
-from models.tokenizer import ByteTokenizer
-from tests.experiments import tiny
+from models.tokenizer import ByteTokenizer, FileTokenizer
+from tests.experiments import asgi, tiny
+from tests.support.trained_tokenizer import byte_level_bpe
 
 for package in ("fastapi", "jinja2", "uvicorn"):
     pytest.importorskip(package)
 
 from experiments.server import __main__ as command  # noqa: E402
-from experiments.server import answers, app, engine_thread, protocol  # noqa: E402
+from experiments.server import app, chat_template, engine_thread  # noqa: E402
+from experiments.server.tokens import QuietTokenizer  # noqa: E402
 
 MODEL, KEY, STOP = "tiny", "a key", 10
 ROWS, QUEUE, BLOCK_SIZE, MAX_LEN = 4, 256, 16, 4096
+CHAT = {"messages": [{"role": "user", "content": "a"}]}
 DEADLINE = 60.0
 TEXT = "The quick brown fox jumps over the lazy dog, and then it sleeps. "
 
@@ -42,13 +46,15 @@ def folder(tmp_path_factory):
 def service(folder):
     options = ["--checkpoint", str(folder), "--rows", str(ROWS), "--queue", str(QUEUE), "--api-key", KEY]
     options += ["--max-body", "20000", "--block-size", str(BLOCK_SIZE), "--chat-template", "plain"]
-    service = command.make_service(command.make_parser().parse_args(options), send_s=5.0)
+    service = command.make_service(command.make_parser().parse_args(options), send_s=3.0)
     with command.bound("127.0.0.1", 0) as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # the system holds little
         server = app.Server(service)
         thread = threading.Thread(target=server.run, args=([listening],))
         listening.listen(512)
         thread.start()
         service.__dict__["port"] = listening.getsockname()[1]
+        service.__dict__["connections"] = server.server_state.connections
         yield service
         connection, answer = opened(
             service, "/v1/completions", {"prompt": TEXT, "max_tokens": 900, "n": 128, "stream": True}
@@ -94,6 +100,11 @@ def stream(service, path, body):
         lines = [line for line in answer.read().decode().split("\n\n") if line]
     assert lines[-1] == "data: [DONE]"
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def changed(service, **changes):
+    """The application of a service that needs no key and differs in some values."""
+    return app.make_app(dataclasses.replace(service, api_key=None, **changes))
 
 
 def texts(answer):
@@ -240,6 +251,19 @@ def test_a_chat_is_the_completion_of_its_template(service):
     assert [delta.get("role") for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
 
 
+def test_a_checkpoints_tokenizer_gives_each_token_its_own_bytes(service, tmp_path):
+    byte_level_bpe().save(str(tmp_path / "tokenizer.json"))
+    tokenizer = QuietTokenizer(FileTokenizer(tmp_path / "tokenizer.json"))
+    one = changed(service, tokenizer=tokenizer, template=chat_template.ChatTemplate("xé y"))
+    body = CHAT | {"model": MODEL, "max_tokens": 30, "seed": 1, "logprobs": True}
+    status, answer = asgi.ask(one, "/v1/chat/completions", body)
+    assert status == 200 and answer["usage"]["prompt_tokens"] == len("xé y".encode())
+    [choice] = answer["choices"]
+    data = [bytes(one["bytes"]) for one in choice["logprobs"]["content"]]
+    assert b"".join(data).decode(errors="replace") == choice["message"]["content"]
+    assert max(byte for one in data for byte in one) >= 0x80
+
+
 # --- refusals ---
 
 LONG = "x" * (MAX_LEN + 1)
@@ -274,6 +298,8 @@ LONG = "x" * (MAX_LEN + 1)
             "type",
         ),
         ("chat/completions", {"messages": [{"role": "user"}], "tools": [{}]}, 400, "tools is not supported"),
+        ("chat/completions", CHAT | {"chat_template_kwargs": {"self": 1}}, 400, "has 'self', expected names"),
+        ("chat/completions", CHAT | {"chat_template_kwargs": {"messages": []}}, 400, "itself: leave it out"),
         ("nothing", {}, 404, "not found"),
     ],
 )
@@ -303,20 +329,25 @@ def test_the_page_loads_nothing_from_elsewhere():
 
 
 def test_a_chat_without_a_template_is_refused(service):
-    app_of = app.make_app(dataclasses.replace(service, template=None, api_key=None))
-    sent = []
+    body = CHAT | {"model": MODEL}
+    status, answer = asgi.ask(changed(service, template=None), "/v1/chat/completions", body)
+    assert status == 400 and "has no chat template" in answer["error"]["message"]
 
-    async def receive():
-        body = {"model": MODEL, "messages": [{"role": "user", "content": "a"}]}
-        return {"type": "http.request", "body": json.dumps(body).encode()}
 
-    async def send(message):
-        sent.append(message)
+def test_what_the_engine_refuses_is_one_sentence(service):
+    class Vast:
+        vocab_size, stop_tokens = 2**40, ()
 
-    path = "/v1/chat/completions"
-    scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b""}
-    asyncio.run(app_of(scope | {"headers": [], "http_version": "1.1"}, receive, send))
-    assert sent[0]["status"] == 400 and b"has no chat template" in sent[1]["body"]
+    body = {"model": MODEL, "prompt": [2**31], "max_tokens": 1}
+    status, answer = asgi.ask(changed(service, tokenizer=Vast()), "/v1/completions", body)
+    assert status == 400 and "the token id 2147483648, expected" in answer["error"]["message"]
+
+
+def test_a_completion_without_max_tokens_has_at_most_as_many_as_the_server_allows(service):
+    body = {"model": MODEL, "prompt": TEXT, "ignore_eos": True}
+    for most, expected in ((8, 8), (17, 16)):
+        status, answer = asgi.ask(changed(service, max_tokens=most), "/v1/completions", body)
+        assert status == 200 and answer["usage"]["completion_tokens"] == expected
 
 
 # --- clients that leave, and those that crowd ---
@@ -414,9 +445,7 @@ def test_of_200_clients_a_third_leaves_and_the_others_are_right(service):
     expect_nothing_held(service)
 
 
-def test_a_client_that_reads_nothing_holds_up_neither_engine_nor_server(service):
-    """Its events are bounded, and what it is sent has a time to be read."""
-
+def test_events_that_are_not_read_are_bounded(service):
     async def flood():
         request = kv.GenerationRequest([1], 2, id="not pushed")
         channel = engine_thread.Channel(service.thread, [request], most_unread=3)
@@ -428,30 +457,27 @@ def test_a_client_that_reads_nothing_holds_up_neither_engine_nor_server(service)
             async for one in channel.events():
                 assert one == event
 
-    async def ignore():
-        options = protocol.CompletionOptions(
-            model=MODEL, prompt=TEXT, max_tokens=900, ignore_eos=True, stream=True
-        )
-        form = answers.Form(MODEL, service.tokenizer, False)
-        hasty = dataclasses.replace(service, send_s=0.2)
-        channel = engine_thread.Channel(
-            service.thread, service.requests(options, [list(TEXT.encode())], 900, "prompt", form)
-        )
-        assert await service.thread.submit(channel)
-
-        async def send(message):
-            if message["type"] == "http.response.body":
-                await asyncio.Event().wait()
-
-        answer = app.Answer(hasty, channel, form, options)
-        work = asyncio.ensure_future(answer({}, asyncio.Event().wait, send))
-        done, _ = await asyncio.wait([work], timeout=DEADLINE)
-        work.cancel()
-        assert done
-
     asyncio.run(flood())
-    asyncio.run(ignore())
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_reads_nothing_loses_its_connection(service, stream, caplog):
+    body = {"model": MODEL, "prompt": TEXT, "max_tokens": 300, "ignore_eos": True, "stream": stream}
+    data = json.dumps(body | {"logprobs": 5}).encode()
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", service.port))
+        address = client.getsockname()
+        head = "POST /v1/completions HTTP/1.1", "host: a", f"authorization: Bearer {KEY}"
+        client.sendall("\r\n".join([*head, f"content-length: {len(data)}", "", ""]).encode() + data)
+        told = select.poll()
+        told.register(client, select.POLLHUP)  # neither what it could read nor the end of what it is sent
+        assert told.poll(1000 * DEADLINE)
+    wait_for(lambda: all(one.client != address for one in service.connections))
+    [said] = [one.getMessage() for one in caplog.records if one.name.endswith("server.connection")]
+    assert said.endswith(f":{address[1]} did not read for 3 seconds: its connection ends")
     expect_nothing_held(service)
+    assert complete(service, "a", 1)
 
 
 # --- failures ---

@@ -9,13 +9,14 @@ import pytest
 import kvcache_jax as kv
 from models import checkpoint
 from models.tokenizer import ByteTokenizer
-from tests.experiments import tiny
+from tests.experiments import asgi, tiny
 
 for package in ("fastapi", "jinja2", "uvicorn"):
     pytest.importorskip(package)
 
 from experiments.server import __main__ as command  # noqa: E402
-from experiments.server import chat_template, engine_thread, protocol  # noqa: E402
+from experiments.server import app, chat_template, engine_thread, protocol  # noqa: E402
+from experiments.server.tokens import QuietTokenizer  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +36,15 @@ def test_a_template_is_the_checkpoints_and_reaches_nothing(tmp_path):
     (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('only users') }}")
     with pytest.raises(protocol.Refused, match="only users"):
         chat_template.read(tmp_path, None).render([])
-    for source in ("{{ messages.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ 1 / 0 }}"):
+    reaching = "{{ messages.__class__.__mro__ }}", "{{ messages.append(1) }}"
+    for source in (*reaching, "{{ 1 / 0 }}", "{{ tools | dictsort }}"):
         with pytest.raises(protocol.Refused, match="does not take these messages"):
-            chat_template.ChatTemplate(source).render([])
+            chat_template.ChatTemplate(source).render([], {"tools": 5})
+
+
+def test_the_server_listens_on_this_machine_alone_unless_told_otherwise():
+    with command.bound(command.make_parser().parse_args([]).host, 0) as listening:
+        assert listening.getsockname()[0] == "127.0.0.1"
 
 
 @pytest.mark.parametrize(
@@ -104,6 +111,9 @@ def test_an_engine_that_fails_for_good_ends_all_requests_and_says_so():
         with pytest.raises(engine_thread.Stopped):
             await thread.metrics()
 
+    service = app.Service("tiny", thread, QuietTokenizer(ByteTokenizer()), 8, 1, 8)
     thread.start()
+    assert asgi.ask(app.make_app(service), "/health") == (200, {"status": "ok"})
     asyncio.run(serve())
+    assert asgi.ask(app.make_app(service), "/health") == (503, {"status": "the engine failed: failure 3"})
     thread.close()

@@ -7,40 +7,18 @@ import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-import tokenizers
 from flax import nnx
 
 from models import checkpoint
 from models.checkpoint import CheckpointError
 from models.decoder import Decoder, DecoderConfig
 from models.tokenizer import ByteTokenizer, FileTokenizer, TextStream
-from tests.support.trained_tokenizer import TEXT, byte_level_bpe
+from tests.support.trained_tokenizer import TEXT, byte_fallback_bpe, byte_level_bpe
 
 FIXTURES = pathlib.Path(__file__).resolve().parent.parent / "fixtures"
 CONFIG = DecoderConfig(
     vocab_size=300, hidden_size=4, mlp_size=4, num_layers=1, num_q_heads=1, num_kv_heads=1, head_dim=4
 )
-
-
-def byte_fallback_bpe():
-    """Like those of Llama 2 and Mistral's first: a mark before each word, bytes for strange characters."""
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdehnoqtuw, "]
-    tokenizer = tokenizers.Tokenizer(
-        tokenizers.models.BPE({piece: i for i, piece in enumerate(pieces)}, [], byte_fallback=True)
-    )
-    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
-    tokenizer.normalizer = tokenizers.normalizers.Sequence(
-        [tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")]
-    )
-    tokenizer.decoder = tokenizers.decoders.Sequence(
-        [
-            tokenizers.decoders.Replace("▁", " "),
-            tokenizers.decoders.ByteFallback(),
-            tokenizers.decoders.Fuse(),
-            tokenizers.decoders.Strip(" ", 1, 0),
-        ]
-    )
-    return tokenizer
 
 
 @pytest.fixture(

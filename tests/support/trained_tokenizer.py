@@ -1,4 +1,4 @@
-"""A tokeniser trained in the test."""
+"""Tokenisers made in the test."""
 
 import tokenizers
 
@@ -19,5 +19,26 @@ def byte_level_bpe():
     tokenizer.train_from_iterator([TEXT] * 3, trainer)
     tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", 0)]
+    )
+    return tokenizer
+
+
+def byte_fallback_bpe():
+    """Like those of Llama 2 and Mistral's first: a mark before each word, bytes for strange characters."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdehnoqtuw, "]
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.BPE({piece: i for i, piece in enumerate(pieces)}, [], byte_fallback=True)
+    )
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    tokenizer.normalizer = tokenizers.normalizers.Sequence(
+        [tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.decoder = tokenizers.decoders.Sequence(
+        [
+            tokenizers.decoders.Replace("▁", " "),
+            tokenizers.decoders.ByteFallback(),
+            tokenizers.decoders.Fuse(),
+            tokenizers.decoders.Strip(" ", 1, 0),
+        ]
     )
     return tokenizer
