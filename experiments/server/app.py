@@ -45,7 +45,7 @@ class Service:
       max_body: Bytes.
       template: Of chats; None where the checkpoint has none.
       api_key: Without it nothing but the page, its health and metrics is told.
-      send_s: Seconds in which a client has to read what it is sent.
+      send_s: Seconds in which a client has to read what it is sent, or its connection ends.
     """
 
     model: str
