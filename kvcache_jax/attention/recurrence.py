@@ -33,7 +33,8 @@ def recurrence(
     """Computes the new tokens of one recurrent layer and stores its states: what a model's layer calls.
 
     Each row goes on from the state after the tokens that it held before the step. Go on with the returned
-    cache. The layer is not differentiable.
+    cache. A step calls every recurrent layer once, in the order of the model's layers: the last layer of a
+    kind folds the blocks that the step filled, of all of them, into points. The layer is not differentiable.
 
     Args:
       cache: Not changed, unless donated.

@@ -167,6 +167,7 @@ def require_dropping(operation: str, config: CacheConfig) -> Dropping:
     for extra in config.extras:
         if isinstance(extra, Dropping):
             return extra
+    config.refuse_states(operation)
     raise ValueError(
         f"{operation} got a cache whose rows cannot drop tokens, expected one built with "
         "CacheConfig(extras=[kv.compression.Dropping()])"

@@ -282,8 +282,9 @@ class CacheConfig:
         """Refuses a feature that changes tokens within rows where layers keep states of all tokens before."""
         for group in self.row_groups.values():
             if group.span.is_read_later:
+                layer = group.layer_ids[0]
                 raise NotImplementedError(
-                    f"got {what} and layers[{group.layer_ids[0]}] is {group.kind.label}, expected layers of "
+                    f"got {what} and layers[{layer}] is {self.layers[layer].label}, expected layers of "
                     "keys and values: a state stands for all tokens before it, and none of them can change"
                 )
 
@@ -291,7 +292,18 @@ class CacheConfig:
         if self.partial_hits:
             self.refuse_states("partial_hits=True")
         if not self.enable_prefix_caching:
+            if self.snapshots != Snapshots():
+                raise ValueError(
+                    f"snapshots is {self.snapshots} and there is no prefix cache to keep them, expected "
+                    "enable_prefix_caching=True with it"
+                )
             return
+        every = self.snapshots.every
+        if every is not None and self.snapshot_groups and every % self.prefix_unit:
+            raise ValueError(
+                f"snapshots.every is {every}, expected a multiple of {self.prefix_unit}: cached prefixes are "
+                "whole blocks of every layer group"
+            )
         block_size = self.groups[self.indexed_group].block_size
         for group in self.snapshot_groups.values():
             if block_size % group.block_size:
@@ -324,9 +336,15 @@ class CacheConfig:
         def with_room(plan: LayerGroup) -> LayerGroup:
             if plan not in sized:
                 return plan
-            more = plan.num_blocks
-            if self.snapshots.max_bytes is not None:
-                num_snapshots = self.snapshots.max_bytes // snapshot_bytes
+            more, most = plan.num_blocks, self.snapshots.max_bytes
+            if most is not None:
+                num_snapshots = most // snapshot_bytes
+                if not num_snapshots:
+                    raise ValueError(
+                        f"snapshots.max_bytes is {most}, expected at least {snapshot_bytes}: a snapshot "
+                        "of all layers takes so many; to keep none: Snapshots(at_junctions=False, "
+                        "at_prompt_end=False, at_end=False)"
+                    )
                 more = num_snapshots * plan.span.num_read_blocks(plan.block_size)
             return dataclasses.replace(plan, num_blocks=plan.num_blocks + more)
 

@@ -16,7 +16,13 @@ def spend(budget: int, groups: list[LayerGroup]) -> list[LayerGroup]:
         if group.kind.num_blocks is not None or group.span.is_read_later or not group.arrays
     ]
     shared = [group for group in groups if group not in fixed]
-    left = budget - sum(group.pool_bytes for group in fixed)
+    fixed_bytes = sum(group.pool_bytes for group in fixed)
+    if fixed_bytes > budget and not shared:
+        raise ValueError(
+            f"memory_budget is {budget} bytes, expected at least {fixed_bytes}: the states of all "
+            "max_seqs rows take so many; raise the budget or lower max_seqs"
+        )
+    left = budget - fixed_bytes
     row_bytes = sum(group.max_held_blocks * group.block_bytes for group in shared)
     planned = {}
     for group in shared:

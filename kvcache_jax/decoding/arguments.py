@@ -153,13 +153,15 @@ def check_num_drafts(num_drafts: int, config: CacheConfig, *others: CacheConfig)
         raise ValueError(
             f"num_drafts is {num_drafts}, expected below max_query_len = {config.query_len_limit}"
         )
-    for group in (group for each in (config, *others) for group in each.groups):
-        limit = group.span.rollback_limit
-        if limit is not None and limit < num_drafts:
-            raise ValueError(
-                f"num_drafts is {num_drafts} and a window layer has max_rollback = {limit}, expected "
-                f"SlidingWindow(max_rollback={num_drafts}), or fewer drafts"
-            )
+    for each in (config, *others):
+        for group in each.groups:
+            limit = group.span.rollback_limit
+            if limit is not None and limit < num_drafts:
+                layer = group.layer_ids[0]
+                raise ValueError(
+                    f"num_drafts is {num_drafts} and layers[{layer}] is {each.layers[layer].label} with "
+                    f"max_rollback = {limit}, expected max_rollback={num_drafts} there, or fewer drafts"
+                )
 
 
 def stop_ids(stop_tokens: Sequence[int]) -> jax.Array:

@@ -2,8 +2,7 @@
 
 A *point* is the state at the end of a block of W tokens. *Entries* are what each token since then added, so
 that the state after any of them is computed again from the point: a shorter row is a shorter fold, and drafts
-  cost no
-copies of states. A kind without points has a state per token, or reads the last tokens as they are.
+cost no copies of states. A kind without points has a state per token, or reads the last tokens as they are.
 """
 
 import dataclasses

@@ -213,7 +213,11 @@ class CacheManager(Queries):
             return batch
 
     def commit_tokens(
-        self, request_id: Hashable | Mapping[Any, int | None], final_len: int | None = None
+        self,
+        request_id: Hashable | Mapping[Any, int | None],
+        final_len: int | None = None,
+        *,
+        is_end: bool = True,
     ) -> None:
         """Publishes the full blocks of a request, or of several, so that later prompts can reuse them.
 
@@ -222,6 +226,8 @@ class CacheManager(Queries):
         Args:
           request_id: The request; or `{request_id: final_len}`, of which there may be none.
           final_len: Tokens that will not be taken back, such as without drafts. Default: all.
+          is_end: Whether the requests are complete, so that the last states of recurrent layers are kept
+            too; False after each step of a loop. See `Snapshots`.
 
         Raises:
           UnknownRequest: changed nothing.
@@ -238,13 +244,14 @@ class CacheManager(Queries):
                 f"got {len(lengths)} requests and final_len = {final_len}, expected {{request_id: final_len}}"
             )
         lengths = {name: checked_final_len(name, length) for name, length in lengths.items()}
+        is_end = static_flag("is_end", is_end)
         with self._holder.turn("commit_tokens"):
             if not lengths:
                 return
             seq_ids = self._rows.seq_ids_of(list(lengths))
             final = np.full(len(seq_ids), TO_THE_END, np.int32)
             final[: len(lengths)] = list(lengths.values())
-            self._change(list(lengths), programs.commit, seq_ids, final)
+            self._change(list(lengths), programs.commit, seq_ids, final, is_end)
             self._batches.move(lengths)
             if self._store is not None and self._holder.cache is not None:
                 self._store.save(self._holder.cache)

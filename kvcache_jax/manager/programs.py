@@ -3,17 +3,19 @@
 Programs that move no keys or values take the cache without its pools; the manager attaches the pools again.
 """
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 
 from kvcache_jax.arrays.masked_updates import num_true
+from kvcache_jax.core.cache_checks import require_prefix_index
 from kvcache_jax.core.state import Admission, Cache, Step
 from kvcache_jax.core.status import Status
 from kvcache_jax.operations.allocate import Prompts, allocate, find_hits
 from kvcache_jax.operations.allocate import required_blocks as blocks_for_prompts
-from kvcache_jax.operations.commit import commit as commit_rows
+from kvcache_jax.operations.commit import commit_rows
 from kvcache_jax.operations.evict import evict as evict_blocks
 from kvcache_jax.operations.evict import reset_prefix_cache as forget_blocks
 from kvcache_jax.operations.extend import extend
@@ -73,9 +75,13 @@ def append_needs(
 
 
 @jax.jit
-def commit(cache: Cache, seq_ids: jax.Array, final_len: jax.Array) -> tuple[Cache, jax.Array]:
-    """Calls `kvcache_jax.commit`."""
-    return commit_rows(cache, seq_ids, final_len=final_len)
+def commit(
+    cache: Cache, seq_ids: jax.Array, final_len: jax.Array, is_end: jax.Array
+) -> tuple[Cache, jax.Array]:
+    """Publishes as `kvcache_jax.commit`; `is_end` bool[] is data, so that there is one program."""
+    require_prefix_index("commit", cache)
+    control, status = commit_rows(cache.control, seq_ids, final_len, config=cache.config, is_end=is_end)
+    return dataclasses.replace(cache, control=control), status
 
 
 fork = jax.jit(fork_rows)

@@ -75,6 +75,43 @@ def test_a_junction_is_found_by_the_second_prompt_and_hit_by_the_third():
     assert stats.num_tokens_without_state == 24 + 56 - 24
 
 
+def test_what_keys_match_and_states_do_not_is_said():
+    cache = kv.init(config_of_states(snapshots=kv.Snapshots(at_prompt_end=False, at_end=False)))
+    assert kv.describe(cache.config).endswith("with prefixes, of which 8 tokens are the least that hits")
+    cache, _ = _start(cache, [1] * 59)
+    told = kv.inspect.explain(cache, [1] * 29 + [2] * 30)
+    assert told.startswith("0 of 59 tokens are cached. The keys of 24 are, and no state of the recurrent")
+
+
+def test_snapshots_take_the_bytes_that_they_may():
+    def num_blocks(max_bytes):
+        config = config_of_states(snapshots=kv.Snapshots(max_bytes=max_bytes))
+        return {g: group.num_blocks for g, group in enumerate(config.groups)}
+
+    groups = config_of_states().snapshot_groups
+    one = sum(group.block_bytes * group.span.num_read_blocks(group.block_size) for group in groups.values())
+    some, more = num_blocks(one), num_blocks(4 * one - 1)
+    assert {g: more[g] - some[g] for g in groups} == {
+        g: 2 * group.span.num_read_blocks(group.block_size) for g, group in groups.items()
+    }
+    assert all(some[g] == more[g] for g in some.keys() - groups.keys())
+
+
+@pytest.mark.parametrize("is_end", [False, True])
+def test_the_manager_keeps_the_last_state_of_what_is_complete(is_end):
+    config = config_of_states(snapshots=kv.Snapshots(at_junctions=False, at_prompt_end=False))
+
+    def step_fn(cache, batch):
+        return run_layers(cache, batch.step, batch.tokens)
+
+    with kv.CacheManager(config, widths=[16]) as manager:
+        assert manager.allocate_request("first", [1] * 48) == 0
+        for start in range(0, 48, 16):
+            manager.run(step_fn, manager.append_tokens("first", [1] * 16))
+            manager.commit_tokens("first", is_end=is_end and start == 32)
+        assert manager.allocate_request("second", [1] * 50) == (48 if is_end else 0)
+
+
 def test_the_second_identical_prompt_hits_though_it_fills_its_blocks():
     cache = kv.init(config_of_states())
     prompt = np.random.default_rng(0).integers(3, size=48).tolist()
@@ -218,7 +255,10 @@ def _plain_step(cache, num_new, tokens):
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda: config_of_states(partial_hits=True), "partial_hits=True and layers.1. is HashState entries"),
+        (
+            lambda: config_of_states(partial_hits=True),
+            "partial_hits=True and layers.1. is HashState, expected",
+        ),
         (
             lambda: config_of_states(
                 enable_prefix_caching=False, extras=[kv.compression.Dropping()], max_seq_len=96
@@ -247,6 +287,16 @@ def _plain_step(cache, num_new, tokens):
         (lambda: kv.Snapshots(every=0), "every is 0"),
         (lambda: kv.Snapshots(eviction="lru"), "snapshots.eviction is 'lru', expected one of"),
         (lambda: config_of_states(snapshots=8), "snapshots is 8, expected kvcache_jax.Snapshots"),
+        (lambda: config_of_states(snapshots=kv.Snapshots(every=12)), "every is 12, expected a multiple of 8"),
+        (
+            lambda: config_of_states(snapshots=kv.Snapshots(every=8), enable_prefix_caching=False),
+            "there is no prefix cache to keep them, expected enable_prefix_caching=True",
+        ),
+        (lambda: config_of_states(snapshots=kv.Snapshots(max_bytes=1)), "max_bytes is 1, expected at least"),
+        (
+            lambda: kv.CacheConfig([HashState(1, 1)], memory_budget=100, max_seqs=6, max_seq_len=96),
+            "memory_budget is 100 bytes, expected at least .* the states of all max_seqs rows",
+        ),
     ],
 )
 def test_configs_that_states_cannot_serve_are_refused(make, message):
@@ -269,3 +319,5 @@ def test_calls_that_do_not_fit_are_refused():
         kv.recurrence(cache, 1, {"token": tokens[:, :3]}, step)
     with pytest.raises(NotImplementedError, match="rewrite and layers"):
         kv.rewrite(cache, [0], [[1]])
+    with pytest.raises(NotImplementedError, match="drop and layers.1. is HashState, expected layers of keys"):
+        kv.compression.drop(cache, [0], [1], [1])
