@@ -1,4 +1,8 @@
-"""Phi-3, 3.5 and 4: Llama whose projections are fused, and of whose heads a part may be rotated."""
+"""Phi-3 of 4k tokens and Phi-4 14B: Llama with fused projections, of whose heads a part may be rotated.
+
+Phi-3 of 128k tokens, Phi-3.5-mini and Phi-4-mini have "longrope", which turns all keys of a sequence
+otherwise as soon as it is longer than the original context: a cache holds keys that are turned already.
+"""
 
 from typing import Any
 
@@ -9,10 +13,15 @@ from models.json_object import JsonObject
 from models.tensor_names import Names, fused
 
 _ROPE = rope(share=1.0)
+_LONG = "longrope", "su", "yarn"  # which are one thing in this family
 
 
 def _read_rope(values: JsonObject) -> dict[str, Any]:
-    """In this family "yarn" is another name of "longrope"."""
+    name = "rope_scaling" if values.values.get("rope_scaling") else "rope_parameters"
+    scaling = values.part(name).values
+    if (kind := scaling.get("rope_type") or scaling.get("type")) in _LONG:
+        why = "a longer sequence turns all its keys otherwise, and a cache's are turned already"
+        raise values.error(name, f"none: {kind} is refused, for {why}")
     found = _ROPE.read(values)
     if found["rope"].scaling is not None:
         raise values.error("rope_scaling", "null: rotations that are scaled are not implemented here")

@@ -184,10 +184,24 @@ CONFIG_ERRORS = [
     ),
     ("gpt_oss", dict(swiglu_limit=5.0), "swiglu_limit is 5.0, expected 7.0: nothing else is implemented"),
     ("gpt_oss", dict(num_local_experts=0), "num_local_experts is 0, expected a positive, finite number"),
-    ("phi3", dict(rope_scaling={"type": "longrope"}), "rope_scaling.type is 'longrope', expected default,"),
+    (
+        "phi3",
+        dict(rope_scaling={"type": "longrope"}),
+        "rope_scaling is .*, expected none: longrope is refused, ",
+    ),
+    (
+        "phi3",
+        dict(rope_parameters={"rope_type": "su"}),
+        "rope_parameters is .*, expected none: su is refused, ",
+    ),
     (
         "phi3",
         dict(rope_scaling={"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 9}),
+        "expected none: yarn is refused, for a longer sequence turns all its keys otherwise, and a cache's",
+    ),
+    (
+        "phi3",
+        dict(rope_scaling={"type": "linear", "factor": 2.0}),
         "rope_scaling is .*, expected null: rotations that are scaled are not implemented here",
     ),
     ("glm4", dict(head_dim=7), "head_dim is 7 and 0.5 of it are rotated, expected an even number"),
