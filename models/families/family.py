@@ -10,7 +10,25 @@ from models.tensor_names import NAMES, Names
 
 NUMBER = (int, float)
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
-ONLY = {
+UNSCALED = {
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "attention_multiplier": None,
+    "logits_scaling": 1.0,
+    "scale_emb": 1.0,
+    "scale_depth": None,
+    "dim_model_base": None,
+    "logit_scale": 1.0,
+    "lm_head_multiplier": 1.0,
+    "key_multiplier": 1.0,
+    "attention_in_multiplier": 1.0,
+    "attention_out_multiplier": 1.0,
+    "mlp_multipliers": [1.0, 1.0],
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+}
+"""Multipliers and caps that no tensor shows: entries, and the value of each that does nothing."""
+ONLY = UNSCALED | {
     "hidden_act": "silu",
     "attention_bias": False,
     "mlp_bias": False,
@@ -18,10 +36,7 @@ ONLY = {
     "partial_rotary_factor": 1.0,
     "no_rope_layers": None,
     "no_rope_layer_interval": None,
-    "embedding_multiplier": 1.0,
-    "residual_multiplier": 1.0,
-    "attention_multiplier": None,
-    "logits_scaling": 1.0,
+    "nope_layer_interval": None,
     "quantization_config": None,
     "use_mrope": False,
     "is_causal": True,

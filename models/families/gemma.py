@@ -23,7 +23,12 @@ from models.tensor_names import within
 
 _ACTIVATION = "gelu_pytorch_tanh"
 # `hidden_act` is not read.
-_ONLY = only("hidden_act", hidden_activation=_ACTIVATION, use_bidirectional_attention=False)
+_ONLY = only(
+    "hidden_act",
+    "final_logit_softcapping",
+    hidden_activation=_ACTIVATION,
+    use_bidirectional_attention=False,
+)
 _DEFAULTS = {
     "tie_word_embeddings": True,
     "head_dim": 256,
@@ -96,13 +101,16 @@ def _write_gemma3(config: DecoderConfig) -> dict[str, Any]:
 
 _family = functools.partial(Family, only=_ONLY, defaults=_DEFAULTS, names=lambda config: _NORMS)
 GEMMA2 = _family(
-    architecture="Gemma2ForCausalLM", read=_read_gemma2, write=_write_gemma2, defaults=_DEFAULTS | _CAPS
+    architecture="Gemma2ForCausalLM",
+    read=_read_gemma2,
+    write=_write_gemma2,
+    only={name: value for name, value in _ONLY.items() if name not in _CAPS},
+    defaults=_DEFAULTS | _CAPS,
 )
 GEMMA3 = _family(
     architecture="Gemma3ForCausalLM",
     read=_read_gemma3,
     write=_write_gemma3,
-    only=_ONLY | {"attn_logit_softcapping": None},
 )
 # What files leave out of the entries of a text model within another one.
 _WHOLE = {

@@ -6,7 +6,7 @@ from typing import Any
 import kvcache_jax as kv
 from models.config import ATTENTION, RECURRENCE, DecoderConfig
 from models.families.aspects import ROPE, Aspect, compose, heads
-from models.families.family import FULL, NUMBER
+from models.families.family import FULL, NUMBER, UNSCALED
 from models.families.hybrid import Hybrid
 from models.json_object import JsonObject
 from models.tensor_names import Names, Stored
@@ -69,7 +69,7 @@ LFM2 = compose(
         lambda values: {"mlp_size": _mlp_size(values)}, lambda config: {"block_auto_adjust_ff_dim": False}
     ),
     options={"use_qk_norm": True},
-    only={"conv_bias": False, "quantization_config": None},
+    only=UNSCALED | {"conv_bias": False, "quantization_config": None},
     defaults={
         "rope_theta": 1_000_000.0,
         "tie_word_embeddings": True,

@@ -4,7 +4,17 @@ from typing import Any
 
 import kvcache_jax as kv
 from models.config import ATTENTION, RECURRENCE, DecoderConfig, Experts
-from models.families.family import FULL, LINEAR, NUMBER, ONLY, Family, read_sizes, write_fields, write_sizes
+from models.families.family import (
+    FULL,
+    LINEAR,
+    NUMBER,
+    ONLY,
+    UNSCALED,
+    Family,
+    read_sizes,
+    write_fields,
+    write_sizes,
+)
 from models.families.hybrid import LAYER_TYPES, Hybrid, mamba_names, refuse_time_step_limit
 from models.json_object import JsonObject
 from models.tensor_names import Names
@@ -102,7 +112,8 @@ def _names(config: DecoderConfig) -> Names:
     }
 
 
-_ONLY = {name: ONLY[name] for name in ("attention_bias", "mlp_bias", "quantization_config")} | {
+_ONLY = UNSCALED | {
+    **{name: ONLY[name] for name in ("attention_bias", "mlp_bias", "quantization_config")},
     "mlp_hidden_act": "relu2",
     "mamba_hidden_act": "silu",
     "use_conv_bias": True,

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from models import checkpoint
+from models.families.family import UNSCALED
 from models.rope import Llama3Scaling, Rope
 from tests.models.checkpoint_files import (
     FIXTURES,
@@ -138,6 +139,22 @@ CONFIG_ERRORS = [
     ("llama", dict(attention_multiplier=1.0), r"attention_multiplier is 1.0, expected None: nothing else"),
     ("llama", dict(no_rope_layers=[1, 0]), r"no_rope_layers is \[1, 0\], expected None: nothing else"),
     ("llama", dict(no_rope_layer_interval=4), r"no_rope_layer_interval is 4, expected None: nothing else"),
+    ("llama", dict(scale_emb=12), r"scale_emb is 12, expected 1.0: nothing else"),  # MiniCPM's three
+    ("llama", dict(scale_depth=1.4), r"scale_depth is 1.4, expected None: nothing else"),
+    ("llama", dict(dim_model_base=8), r"dim_model_base is 8, expected None: nothing else"),
+    ("llama", dict(logit_scale=0.0625), r"logit_scale is 0.0625, expected 1.0: nothing else"),  # Cohere's
+    ("llama", dict(lm_head_multiplier=0.5), r"lm_head_multiplier is 0.5, expected 1.0: nothing else"),
+    ("mistral", dict(key_multiplier=0.5), r"key_multiplier is 0.5, expected 1.0: nothing else"),
+    (
+        "llama",
+        dict(mlp_multipliers=[1, 2]),
+        r"mlp_multipliers is \[1, 2\], expected \[1.0, 1.0\]: nothing else",
+    ),
+    ("llama", dict(attn_logit_softcapping=50.0), r"attn_logit_softcapping is 50.0, expected None: nothing"),
+    ("qwen3", dict(final_logit_softcapping=30.0), r"final_logit_softcapping is 30.0, expected None: nothing"),
+    ("lfm2", dict(logit_scale=2.0), r"logit_scale is 2.0, expected 1.0: nothing else"),
+    ("nemotron_h", dict(key_multiplier=2.0), r"key_multiplier is 2.0, expected 1.0: nothing else"),
+    ("llama", dict(nope_layer_interval=4), r"nope_layer_interval is 4, expected None: nothing else"),
     ("llama", dict(use_bias=False), r"use_bias is False, expected None: nothing else"),  # Ernie's pairs
     ("qwen3", dict(attention_bias=True), r"attention_bias is True, expected False"),
     ("mistral", dict(mlp_bias=True), r"mlp_bias is True, expected False"),
@@ -280,6 +297,13 @@ def test_an_option_that_is_not_implemented_is_named(copy_checkpoint, family, cha
     folder = copy_checkpoint(family)
     edit_json(folder, **changes)
     refuses(folder, message)
+
+
+def test_multipliers_that_do_nothing_are_read(copy_checkpoint):
+    folder = copy_checkpoint("llama")
+    config = checkpoint.load_config(folder)
+    edit_json(folder, **UNSCALED | dict(scale_emb=1, mlp_multipliers=[1, 1]))
+    assert checkpoint.load_config(folder) == config
 
 
 @pytest.mark.parametrize(
