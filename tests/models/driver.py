@@ -1,10 +1,15 @@
 """The decoder on a cache, fed piece by piece, beside what transformers computed: committed fixtures.
 
-python -m tests.models.driver [FAMILY ...]    # by family and number of tokens, how far logits are apart
+python -m tests.models.driver [FAMILY ...]
+
+prints by family and number of tokens how far logits are apart, and whether greedy tokens are equal; it ends
+with 1 if logits of one are farther apart than `ATOL` or a token differs.
 """
 
 import functools
 import sys
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -112,19 +117,50 @@ def assert_close(got: np.ndarray, want: np.ndarray) -> None:
     assert difference <= ATOL, f"logits differ by {difference}"  # NaN fails too
 
 
-def differences(family: str) -> dict[int, float]:
-    """The largest difference of a logit, by the number of tokens that one call took."""
-    found = {}
+class Comparison(NamedTuple):
+    """One call that takes a whole sequence, beside what transformers computed.
+
+    Attributes:
+      num_tokens: Of the sequence.
+      worst: The largest difference of a logit; NaN if there is one.
+      is_greedy: Whether after the prompt each token is the one that the logits before it put first.
+    """
+
+    num_tokens: int
+    worst: float
+    is_greedy: bool
+
+    @property
+    def is_equal(self) -> bool:
+        return self.worst <= ATOL and self.is_greedy
+
+
+def compare(family: str) -> list[Comparison]:
+    """Compares all sequences of a fixture."""
+    found, decoder = [], load(family)
     for prompt in ("", "_1", "_300") if family in LONG else ("",):
         tokens, want = all_tokens(family, prompt), expected(family)[f"logits{prompt}"]
-        driver = Driver(load(family), {ROW: len(tokens)})
-        logits = driver.feed({ROW: tokens}, max(len(tokens), WIDTH))[ROW]
-        found[len(tokens)] = float(np.abs(logits[-len(want) :] - want).max())
+        greedy = expected(family)[f"greedy{prompt}"]
+        logits = Driver(decoder, {ROW: len(tokens)}).feed({ROW: tokens}, max(len(tokens), WIDTH))[ROW]
+        worst = float(np.abs(logits[-len(want) :] - want).max())
+        chosen = logits[-len(greedy) - 1 : -1].argmax(axis=-1)
+        found.append(Comparison(len(tokens), worst, np.array_equal(chosen, greedy)))
     return found
 
 
+def main(families: Sequence[str]) -> int:
+    """Prints a line for each family; returns 1 if one differs."""
+    compared = {}
+    for name in families:
+        found = compared[name] = compare(name)
+        words = [f"{each.num_tokens:4} tokens {each.worst:.1e}" for each in found]
+        tokens = "equal" if all(each.is_greedy for each in found) else "DIFFER"
+        print(f"{name:20}", *words, f" greedy tokens {tokens}", flush=True)
+    missed = [name for name in compared if not all(each.is_equal for each in compared[name])]
+    worst = max(each.worst for found in compared.values() for each in found)
+    print(f"{len(compared)} families, logits within {worst:.1e}; not equal: {', '.join(missed) or 'none'}")
+    return 1 if missed else 0
+
+
 if __name__ == "__main__":
-    for name in sys.argv[1:] or FAMILIES:
-        print(
-            f"{name:20}", *(f"{length:4} tokens {worst:.1e}" for length, worst in differences(name).items())
-        )
+    sys.exit(main(sys.argv[1:] or FAMILIES))

@@ -4,11 +4,13 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import kvcache_jax as kv
 from models.decoder import cache_config, forward
-from tests.models.checkpoint_files import BY_ASPECTS
+from tests.models import driver
+from tests.models.checkpoint_files import LONG
 from tests.models.driver import (
     ROW,
     WIDTH,
@@ -46,10 +48,28 @@ def test_a_long_prompt_in_pieces(family):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", BY_ASPECTS)
+@pytest.mark.parametrize("family", LONG)
 def test_prompts_of_one_token_and_of_more_than_a_window(family):
     for prompt_len in (1, 300):
         check_generation(Driver(load(family), {0: 5, ROW: prompt_len}), family, prompt_len, WIDTH, 37)
+
+
+def test_the_command_names_a_family_that_differs(monkeypatch, capsys):
+    assert driver.main(["llama"]) == 0
+    said = capsys.readouterr().out
+    assert "greedy tokens equal" in said and said.endswith("; not equal: none\n")
+    for changes in (dict(ATOL=0.0), dict(ATOL=float("inf"), expected=with_another_token)):
+        with monkeypatch.context() as patched:
+            for name, value in changes.items():
+                patched.setattr(driver, name, value)
+            assert driver.main(["llama"]) == 1
+        said = capsys.readouterr().out
+        assert said.endswith("; not equal: llama\n") and ("DIFFER" in said) == ("expected" in changes)
+
+
+def with_another_token(family):
+    found = dict(expected(family))
+    return found | {"greedy": np.append(found["greedy"][:-1], found["greedy"][-1] ^ 1)}
 
 
 def test_latents_are_expanded_where_a_row_has_room_for_more_than_128_tokens(monkeypatch):
