@@ -1,16 +1,21 @@
 """Families by aspects, Gemma and DeepSeek: prompts of 1 to 300 tokens, and what else is theirs."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import kvcache_jax as kv
+from models import checkpoint
 from models.decoder import cache_config, forward
+from models.layers import is_gated
+from models.mixture import Mixture
 from tests.models import driver
-from tests.models.checkpoint_files import LONG
+from tests.models.checkpoint_files import FIXTURES, LONG
 from tests.models.driver import (
     ROW,
     WIDTH,
@@ -70,6 +75,36 @@ def test_the_command_names_a_family_that_differs(monkeypatch, capsys):
 def with_another_token(family):
     found = dict(expected(family))
     return found | {"greedy": np.append(found["greedy"][:-1], found["greedy"][-1] ^ 1)}
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3_experts", "nemotron_h_experts"])
+def test_experts_compute_only_their_own_tokens(family):
+    """Multiplications of all matrix products, which would be as often as there are experts of all tokens."""
+    config, num_tokens = checkpoint.load_config(FIXTURES / family), 35
+    experts, size = config.experts, config.hidden_size
+    mixture = nnx.eval_shape(lambda: Mixture(config, nnx.Rngs(0), experts))
+    tokens = jax.ShapeDtypeStruct((5, 7, size), config.dtype)
+    jaxpr = jax.make_jaxpr(lambda mixture, tokens: mixture(tokens))(mixture, tokens)
+    num_matrices = 3 if is_gated(config) else 2
+    used = experts.num_used * experts.expert_size + (experts.shared_size or 0)
+    products = list(matrix_products(jaxpr.jaxpr))
+    assert sum(name == "ragged_dot_general" for name, _ in products) == num_matrices
+    wanted = num_tokens * size * (experts.num_experts + num_matrices * used)
+    assert sum(count for _, count in products) == wanted
+
+
+def matrix_products(jaxpr):
+    """Yields what each matrix product is and how often it multiplies."""
+    for equation in jaxpr.eqns:
+        for inner in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns")):
+            yield from matrix_products(inner) if hasattr(inner, "eqns") else ()
+        if equation.primitive.name == "dot_general":
+            ((contracted, _), _), first = equation.params["dimension_numbers"], equation.invars[0].aval.shape
+            length = math.prod(first[axis] for axis in contracted)
+            yield "dot_general", math.prod(equation.outvars[0].aval.shape) * length
+        if equation.primitive.name == "ragged_dot_general":
+            (rows, inner), (_, _, outputs) = (value.aval.shape for value in equation.invars[:2])
+            yield "ragged_dot_general", rows * inner * outputs
 
 
 def test_latents_are_expanded_where_a_row_has_room_for_more_than_128_tokens(monkeypatch):
