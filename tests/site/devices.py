@@ -37,7 +37,7 @@ class Architecture:
     Attributes:
       kind: Matches the names that jax gives them, as records have it.
       kernel_tests: A pattern of the files below tests/kernels that interpret their kernels.
-      emulated, compiled, run: What is done without a record.
+      emulated, compiled: What is done without a record.
     """
 
     name: str
@@ -45,13 +45,12 @@ class Architecture:
     kernel_tests: str | None = None
     emulated: str = NO
     compiled: Callable[[], str] = lambda: NO
-    run: str = NO
 
     def row(self, records: Sequence[dict[str, Any]]) -> list[str]:
         """Fills in the line of the table."""
         own = [record for record in records if re.search(self.kind, record["device"])]
         measured = f"{len(own)} records" if own else NO
-        run = self.run if self.run != NO or not own else "by the records"
+        run = "by the records" if own else NO
         interpreted = interpreted_tests(self.kernel_tests) if self.kernel_tests else NO
         return [self.name, interpreted, self.emulated, self.compiled(), run, measured]
 
@@ -62,7 +61,7 @@ def interpreted_tests(pattern: str) -> str:
     functions = [node for file in files for node in ast.parse(file.read_text()).body]
     number = sum(isinstance(node, ast.FunctionDef) and node.name.startswith("test_") for node in functions)
     assert number, pattern
-    return f"{number} tests, for races too"
+    return f"{number} tests"
 
 
 def compiled_for_hopper() -> str:
@@ -83,12 +82,12 @@ def compiled_for_tpu(target: str) -> Callable[[], str]:
 def host_devices() -> str:
     """Reads on how many devices the tests run."""
     [number] = re.findall(r"host_platform_device_count=(\d+)", (ROOT / "tests" / "conftest.py").read_text())
-    return f"{number} devices of a host, in all tests"
+    return f"{number} devices of a host"
 
 
 GPU_TESTS, TPU_TESTS = "test_mosaic_gpu*.py", "test_mosaic_tpu*.py"
 ARCHITECTURES = (
-    Architecture("CPU", r"^cpu$", run="all tests"),
+    Architecture("CPU", r"^cpu$"),
     Architecture("a mesh of several devices", r"^$", emulated=host_devices()),
     Architecture("NVIDIA Hopper", r"\bG?H(20|100|200|800)\b", GPU_TESTS, compiled=compiled_for_hopper),
     Architecture("NVIDIA Blackwell", r"\b(G?B[123]00|RTX 50\d\d)\b"),
