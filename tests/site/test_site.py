@@ -1,6 +1,8 @@
 """The pages that `make docs` adds to `docs/`, and what it refuses of the site that it built."""
 
 import json
+import re
+import tomllib
 
 import pytest
 
@@ -32,6 +34,24 @@ def test_the_site_lists_every_page():
     assert {"index.md", "tour.ipynb", "guides/engine.md"} <= {*pages}
     for page in (*pages, *public_names.pages(), *repository_links.PAGES.values()):
         assert f" {page}\n" in listed, page
+
+
+def test_the_table_of_extras_has_all_and_what_they_bring():
+    """But for those of a clone alone."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    table = re.findall(r"^\| `([\w-]+)` \| (.*?) \|", (ROOT / "docs" / "index.md").read_text(), re.MULTILINE)
+    extras = {
+        name: each for name, each in project["optional-dependencies"].items() if name not in ("tests", "dev")
+    }
+    assert dict(table).keys() == extras.keys() and len(table) == len(extras)
+    for name, cell in table:
+        named = [re.split(r"[>=\[]", each)[0] for each in extras[name] if "kvcache_jax" not in each]
+        others = [each for extra in extras[name] for each in re.findall(r"kvcache_jax\[(.*)\]", extra)]
+        own, _, brought = cell.partition(", and what")
+        assert sorted(own.split(", ")) == sorted(named)
+        assert sorted(re.findall(r"`(\w+)`", brought)) == sorted(
+            ",".join(others).split(",") if others else []
+        )
 
 
 @pytest.mark.parametrize(
