@@ -21,7 +21,6 @@ import json
 import logging
 import os
 import pathlib
-import re
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
@@ -46,9 +45,6 @@ _GENERATION = "generation_config.json"
 _TOKENIZER, _OTHER_TOKENIZERS = "tokenizer.json", ("tokenizer.model", "tekken.json", "vocab.json")
 _FLOATS = ("F32", "BF16", "F16")
 _LOGGER = logging.getLogger(__name__)
-
-# Buffers that older programs stored; they follow from config.json.
-_FREQUENCIES = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
 
 def load(
@@ -81,7 +77,7 @@ def load(
     abstract = jax.eval_shape(lambda: layout(Decoder(config, rngs=nnx.Rngs(0))))
     leaves, structure = jax.tree_util.tree_flatten_with_path(abstract)
     family = find_family(folder / _CONFIG)
-    names, skipped = family.tensor_names(config), family.skipped(JsonObject(folder / _CONFIG))
+    names = family.tensor_names(config)
     wanted = [(_source(abstract, names, path, leaf.shape), leaf) for path, leaf in leaves]
     shapes = _file_shapes([source for source, _ in wanted])
     embedding, unembedding = (find_stored(names, name).names[0] for name in ("embedding", "unembedding"))
@@ -89,8 +85,9 @@ def load(
         stored = _open(folder, stack)
         if config.tie_embeddings and embedding not in stored and unembedding in stored:
             stored[embedding] = stored.pop(unembedding)  # some programs write only the other
+        left_out = family.left_out(stored.keys() - shapes.keys(), JsonObject(folder / _CONFIG))
         # Some programs write a tied matrix twice.
-        _check_names(folder, stored, shapes, {unembedding} if config.tie_embeddings else set(), skipped)
+        _check_names(folder, stored, shapes, {unembedding} if config.tie_embeddings else set(), left_out)
         for name, shape in shapes.items():
             stored[name].check(shape)
         if config.tie_embeddings and unembedding in stored:
@@ -365,17 +362,14 @@ def _check_names(
     stored: dict[str, _Tensor],
     wanted: Collection[str],
     allowed: set[str],
-    skipped: Mapping[str, str],
+    left_out: Mapping[str, str],
 ) -> None:
-    missing, unknown = set(wanted) - stored.keys(), stored.keys() - set(wanted) - allowed
+    missing = set(wanted) - stored.keys()
     if missing:
         raise CheckpointError(f"{folder} has no tensor {_few(missing)}")
-    unknown = {name for name in unknown if not _FREQUENCIES.fullmatch(name)}
-    for pattern, what in skipped.items():
-        found = {name for name in unknown if re.fullmatch(pattern, name)}
-        if found:
-            _LOGGER.warning("%s: %d tensors of %s are left out", folder, len(found), what)
-        unknown -= found
+    for what, number in collections.Counter(left_out.values()).items():
+        _LOGGER.warning("%s: %d tensors of %s are left out", folder, number, what)
+    unknown = stored.keys() - set(wanted) - allowed - left_out.keys()
     if unknown:
         raise CheckpointError(f"{folder} has the unknown tensor {_few(unknown)}")
 

@@ -83,23 +83,25 @@ def read_config(path: pathlib.Path, dtype: Any = None, param_dtype: Any = None) 
     for name, given in (("dtype", dtype), ("param_dtype", param_dtype)):
         if given is not None:
             float_dtype(name, given)
-    return _read(JsonObject(path), dtype, param_dtype)
+    return read_values(JsonObject(path), dtype, param_dtype)
 
 
 def find_family(path: pathlib.Path) -> Family:
     """Returns the family of a config.json."""
-    return _family_of(JsonObject(path))
+    return family_of(JsonObject(path))
 
 
-def _family_of(values: JsonObject) -> Family:
+def family_of(values: JsonObject) -> Family:
+    """Returns the family of the entries of a config.json."""
     model_type = values.get("model_type", str)
     if model_type not in FAMILIES:
         raise values.error("model_type", f"one of {', '.join(FAMILIES)}")
     return FAMILIES[model_type]
 
 
-def _read(values: JsonObject, dtype: Any, param_dtype: Any) -> DecoderConfig:
-    family = _family_of(values)
+def read_values(values: JsonObject, dtype: Any = None, param_dtype: Any = None) -> DecoderConfig:
+    """Reads the entries of a config.json, as `read_config`."""
+    family = family_of(values)
     if values.get("architectures", list, [family.architecture]) != [family.architecture]:
         raise values.error("architectures", f"{[family.architecture]}")
     whole, values = values, values.part(family.part) if family.part else values
@@ -127,7 +129,9 @@ def write_config(config: DecoderConfig) -> tuple[dict[str, Any], Family]:
         entries = {"architectures": [family.architecture], "model_type": model_type, **entries}
         entries["dtype"] = config.param_dtype.name
         try:
-            again = _read(JsonObject(pathlib.Path("config.json"), entries), config.dtype, config.param_dtype)
+            again = read_values(
+                JsonObject(pathlib.Path("config.json"), entries), config.dtype, config.param_dtype
+            )
         except CheckpointError:
             continue
         if again == wanted:

@@ -8,9 +8,12 @@ Answer:  Llama 3 8B in bfloat16 takes 131,072 bytes a token: beside its 15.0 GiB
 
 CONFIG is a config.json, or its folder; of the model nothing is loaded. A token's bytes are those of the pools
 that `kv.init` makes, by layer group: layers with windows and recurrences hold a bounded number of tokens or
-states for a row, so that rows are counted for each length. The weights are as large as the safetensors file
-beside CONFIG or its index says, else as what `checkpoint.load` would make. `--step ROWS` compiles a decode
-step of so many rows for this machine's device, and takes what it needs beside weights and pools off the room.
+states for a row, so that rows are counted for each length. The weights are as large as the safetensors files
+beside CONFIG or their index say, without what `checkpoint.load` leaves out; else as what it would make. A
+`quantization_config`, which it refuses, is left aside: it changes no cache, and weights are as large as the
+files say, or are reckoned in the dtype of the computation. `--step ROWS` compiles a decode step of so many
+rows for this machine's device, and takes what it needs beside weights and pools off the room, into which else
+it has to fit.
 
 With `--trace`, requests in the format of `experiments.traces.trace`: the hit rate of an LRU of every size,
 from one pass. The knee is where the curve is farthest above the straight line between its ends (Kneedle:
@@ -38,8 +41,9 @@ from experiments.traces.stack_distances import hit_rates
 from experiments.traces.trace import Trace, add_trace_options, read_trace
 from kvcache_jax.core.describe import control_bytes
 from models.config import DecoderConfig
-from models.config_json import read_config
+from models.config_json import read_values
 from models.decoder import Decoder, cache_config, forward, is_on_gpu, stacked, unstacked
+from models.json_object import JsonObject
 
 LENGTHS = 1024, 4096, 16384, 65536
 _UNITS = {unit: 1024**i for i, unit in enumerate(("", "KiB", "MiB", "GiB", "TiB"))}
@@ -141,6 +145,8 @@ def plan(model: DecoderConfig, weights: dict[str, Any], options: argparse.Namesp
     return {
         "memory": options.memory,
         "weights": weights,
+        "dtype": model.dtype.name,
+        "step_rows": options.step,
         "step_bytes": step,
         "room": room,
         "groups": found,
@@ -168,8 +174,10 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     path = options.config / "config.json" if options.config.is_dir() else options.config
     try:
-        model = read_config(path, options.dtype)
-        found = plan(model, weight_bytes(path.parent, model, options.dtype), options)
+        values = JsonObject(path)
+        plain = {name: value for name, value in values.values.items() if name != "quantization_config"}
+        model = read_values(JsonObject(path, plain), options.dtype)
+        found = plan(model, weight_bytes(values, model, options.dtype), options)
         trace = options.trace and read_trace(options.trace, options.tokens_per_id)
     except ValueError as error:  # of the config, the trace or the sizes
         parser.error(str(error))

@@ -31,12 +31,17 @@ _SPOTS = {
 def show(report: dict[str, Any]) -> None:
     """Prints a report, the object of `--json`, as tables."""
     show_provenance(report)
-    weights = report["weights"]
+    weights, rows = report["weights"], report["step_rows"]
     print(
-        f"{report['config']}: {format_bytes(report['memory'])} of memory, "
+        f"{report['config']} in {report['dtype']}: {format_bytes(report['memory'])} of memory, "
         f"weights {format_bytes(weights['bytes'])} (from {weights['source']}), "
         f"a step {format_bytes(report['step_bytes'])}, room for the cache {format_bytes(report['room'])}"
     )
+    device = f"this machine's device, {report['device']}"
+    if rows is None:
+        print(f"The room is also for the temporaries of a step: --step ROWS counts them, for {device}.")
+    else:
+        print(f"The step is of {rows} rows, compiled for {device}; another device has other temporaries.")
     show_records(f"{report['token_bytes']:,} bytes a token", _GROUPS, report["groups"])
     show_records("rows", _LENGTHS, report["lengths"])
     if "trace" in report:

@@ -1,7 +1,8 @@
 """What a family of models is, and what most of them write alike in config.json."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from models.config import DecoderConfig
@@ -42,6 +43,8 @@ ONLY = UNSCALED | {
     "is_causal": True,
 }
 """Options that most families do not have: entries and the value that says so."""
+# Buffers that older programs stored; they follow from config.json.
+_FREQUENCIES = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
 _MOST_LAYERS = 1024  # ten times as many as the largest models have: more would only take long to refuse
 
 
@@ -75,6 +78,11 @@ class Family:
     def tensor_names(self, config: DecoderConfig) -> Names:
         """Returns the names of all tensors of a model."""
         return {**NAMES, **self.names(config)}
+
+    def left_out(self, names: Iterable[str], values: JsonObject) -> dict[str, str]:
+        """Returns which tensors of the files a model is read without, and what they are."""
+        skipped = {_FREQUENCIES: "rotary frequencies", **self.skipped(values)}
+        return {name: what for name in names for rule, what in skipped.items() if re.fullmatch(rule, name)}
 
 
 def only(*read: str, **others: Any) -> dict[str, Any]:

@@ -15,8 +15,16 @@ from experiments.traces.trace import read_trace
 from kvcache_jax.core.describe import control_bytes
 from models import checkpoint
 from models.decoder import cache_config
+from models.json_object import JsonObject
 from tests.experiments.trace_maker import LONGEST, TOKENS_PER_ID, lru_hits, make_requests, write
-from tests.models.checkpoint_files import FAMILIES, FIXTURES
+from tests.models.checkpoint_files import (
+    FAMILIES,
+    FIXTURES,
+    edit_json,
+    edit_tensors,
+    read_json,
+    read_tensors,
+)
 
 LLAMA_3_8B = {
     "model_type": "llama",
@@ -54,6 +62,23 @@ DEEPSEEK_V3 = {
     "max_position_embeddings": 163840,
     "rms_norm_eps": 1e-6,
     "torch_dtype": "bfloat16",
+    "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
+}
+GPT_OSS_20B = {
+    "model_type": "gpt_oss",
+    "vocab_size": 201088,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "torch_dtype": "bfloat16",
+    "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
 }
 
 
@@ -71,11 +96,16 @@ def refusal(capsys, *arguments):
 
 
 @pytest.mark.parametrize(
-    ("values", "token_bytes", "num_parameters"),
-    [(LLAMA_3_8B, 131_072, 8_030_261_248), (DEEPSEEK_V3, 70_272, 671_026_419_200)],
-    ids=["Llama 3 8B", "DeepSeek-V3"],
+    ("values", "token_bytes", "num_parameters", "instead"),
+    [
+        (LLAMA_3_8B, 131_072, 8_030_261_248, ""),
+        (DEEPSEEK_V3, 70_272, 671_026_419_200, " and not in fp8"),
+        # Twelve of its layers keep all tokens.
+        (GPT_OSS_20B, 12 * 2 * 8 * 64 * 2, 20_914_757_184, " and not in mxfp4"),
+    ],
+    ids=["Llama 3 8B", "DeepSeek-V3", "gpt-oss-20b"],
 )
-def test_published_figures(tmp_path, capsys, values, token_bytes, num_parameters):
+def test_published_figures(tmp_path, capsys, values, token_bytes, num_parameters, instead):
     (tmp_path / "config.json").write_text(json.dumps(values))
     report = json.loads(run(capsys, tmp_path, "--memory", "2TB", "--json"))
     assert report["token_bytes"] == token_bytes
@@ -83,7 +113,7 @@ def test_published_figures(tmp_path, capsys, values, token_bytes, num_parameters
     num_corrections = 58 * 256 if "n_group" in values else 0
     assert report["weights"] == {
         "bytes": 2 * (num_parameters + num_corrections),
-        "source": "config.json",
+        "source": f"config.json, in bfloat16{instead}",
     }
 
 
@@ -108,18 +138,48 @@ def test_bytes_are_those_of_pools_and_rows_fit(family):
     assert sum(group["row_bytes"] for group in planner.groups(config)) == kv.memory_bytes(config)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "qwen3_moe", "gemma3", "gpt_oss"])
+def weights(folder, dtype=None):
+    values = JsonObject(folder / "config.json")
+    return weight_bytes(values, checkpoint.load_config(folder, dtype=dtype), dtype)
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen2", "qwen3", "phi3", "qwen3_moe", "gemma3", "gpt_oss", "gemma3_whole"]
+)
 def test_weights_are_as_large_as_the_files_say(family):
+    """But for what is left out, as the part of the last that sees."""
     folder = FIXTURES / family
-    config = checkpoint.load_config(folder)
-    found = weight_bytes(folder, config, None)
     source = "model.safetensors.index.json" if family == "qwen3" else "model.safetensors"
-    assert found == {"bytes": parameter_bytes(config), "source": source}
-    wide = checkpoint.load_config(folder, dtype="float32")
-    assert weight_bytes(folder, wide, "float32") == {
-        "bytes": parameter_bytes(wide),
-        "source": "config.json",
-    }
+    num_bytes = parameter_bytes(checkpoint.load_config(folder))
+    assert weights(folder) == {"bytes": num_bytes, "source": source}
+    wide = parameter_bytes(checkpoint.load_config(folder, dtype="float32"))
+    assert weights(folder, "float32") == {"bytes": wide, "source": "config.json, in float32"}
+
+
+def test_weights_that_load_leaves_out_are_not_counted(copy_checkpoint):
+    """Extra layers, stored frequencies, a tied matrix that is there twice; an index alone names them."""
+    folder = copy_checkpoint("deepseek_v3")
+    num_bytes = weights(folder)["bytes"]
+    edit_json(folder, num_nextn_predict_layers=1)
+    extra = ["model.layers.3.norm.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"]
+    edit_tensors(folder, {name: np.ones(4, np.float32) for name in extra})
+    assert weights(folder) == {"bytes": num_bytes, "source": "model.safetensors"}
+    names = {name: "model-00001-of-00001.safetensors" for name in read_tensors(folder)}
+    (folder / "model.safetensors").unlink()
+    index = {"metadata": {"total_size": 77}, "weight_map": names}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert weights(folder) == {"bytes": num_bytes, "source": "config.json, in bfloat16"}
+    values, config = read_json(folder) | {"quantization_config": {}}, checkpoint.load_config(folder)
+    for quantised, wanted in (({"bits": 4}, 77), ({}, num_bytes)):
+        values["quantization_config"] = quantised
+        found = weight_bytes(JsonObject(folder / "config.json", values), config, None)
+        assert found["bytes"] == wanted
+        assert found["source"].endswith(", with 2 tensors that are left out") == bool(quantised)
+
+    folder = copy_checkpoint("qwen2")
+    num_bytes = weights(folder)["bytes"]
+    edit_tensors(folder, {"lm_head.weight": read_tensors(folder)["model.embed_tokens.weight"]})
+    assert weights(folder)["bytes"] == num_bytes
 
 
 def test_hits_of_all_sizes_are_those_of_a_dict(tmp_path):
@@ -148,6 +208,9 @@ def test_a_plan_with_a_trace_and_a_picture(tmp_path, capsys):
     above = rates / rates[-1] - np.arange(len(rates)) / (len(rates) - 1)
     assert above[spots["knee"]["num_blocks"]] == above.max()
     text = run(capsys, *arguments)
+    assert (
+        "config.json in bfloat16: 4" in text and "--step ROWS counts them, for this machine's device" in text
+    )
     assert "256 bytes a token" in text and "2 x FullAttention" in text and "hits of trace.jsonl" in text
     small = json.loads(run(capsys, FIXTURES / "llama", "--memory", "4MiB", "--format", "int8", "--json"))
     assert small["token_bytes"] < 2 * 2 * 2 * 16 * 2
@@ -157,6 +220,7 @@ def test_a_plan_with_a_trace_and_a_picture(tmp_path, capsys):
 def test_a_step_takes_room(capsys):
     arguments = FIXTURES / "llama", "--memory", "4MiB", "--json"
     with_step = json.loads(run(capsys, *arguments, "--step", 3, "--no-cache"))
+    assert with_step["step_rows"] == 3
     assert with_step["step_bytes"] > 0
     assert json.loads(run(capsys, *arguments))["room"] == with_step["room"] + with_step["step_bytes"]
 
