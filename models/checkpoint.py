@@ -1,10 +1,10 @@
 """Checkpoints in the Hugging Face layout: config.json, *.safetensors, and tokenizer.json where there is one.
 
-Reads the models of `models.families` as they are published: Llama 3.x, Mistral, Mixtral, Ministral (2024),
-Qwen 2, Qwen 3 and their mixtures, Gemma 2 and 3, DeepSeek-V2 and V3 (converted to bfloat16), GLM-4 and
-GLM-4.7-Flash, gpt-oss in bfloat16, Phi-3 (4k) and 4 (14B), OLMo 2 and 3, SmolLM 3, Granite 3, Seed-OSS, and
-the hybrids Qwen 3.5 (text), Qwen3-Next, Kimi-Linear, Granite 4, Nemotron-H and LFM2. Writes a model as the
-first of these families that has its options, so that other programs can open it too.
+Reads the models of `models.families`: Llama 3.x, Mistral, Mixtral, Ministral (2024), Qwen 2, Qwen 3 and their
+mixtures, Gemma 2 and 3, DeepSeek-V2, DeepSeek-V3 in bfloat16, GLM-4 and GLM-4.7-Flash, gpt-oss in bfloat16,
+Phi-3 (4k) and 4 (14B), OLMo 2 and 3, SmolLM 3, Granite 3, Seed-OSS, and the hybrids Qwen 3.5 (text),
+Qwen3-Next, Kimi-Linear, Granite 4, Nemotron-H and LFM2. Writes a model as the first of these families that
+has its options, so that other programs can open it too.
 
 What does not fit is a `CheckpointError` that names the file, the tensor or the option; nothing is padded or
 guessed. Tensors that see or that predict further tokens are left out, and a line of the log says so.

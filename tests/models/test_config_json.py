@@ -128,6 +128,7 @@ CONFIG_ERRORS = [
         dict(model_type="gemma4"),
         r"model_type is 'gemma4', expected one of llama, .*gemma2, gemma3_text, deepseek_v2, deepseek_v3",
     ),
+    ("ministral", dict(model_type="mistral3"), r"model_type is 'mistral3', expected one of llama, mistral, "),
     ("llama", dict(model_type=None), r"config.json has no model_type"),
     ("llama", dict(model_type=["llama"]), r"model_type is \['llama'\], expected str"),
     ("llama", dict(architectures=["LlamaForTokenClassification"]), r"architectures is .*'LlamaForCausalLM'"),
