@@ -9,6 +9,7 @@ EXTRAS := tests,training
 WORKERS := 2
 PYTEST := -m pytest -n $(WORKERS) --dist loadfile --max-worker-restart=2 $(AGAIN) \
 	-o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true
+SHARED = $(if $(SHARE),--share $(SHARE))
 # What runs on the oldest supported jax: the tests marked `contract`. Only their files are read, for others import
 # what is not installed there.
 CONTRACT_TESTS = $(shell grep -rl 'pytest\.mark\.contract' tests --include='test_*.py')
@@ -52,14 +53,15 @@ block-map: .venv
 test: .venv
 	$(PY) $(PYTEST) -m "not slow"
 
-# What `make test` leaves out: more cases, more seeds, studies. With SHARE=0/4 the first quarter of it.
+# What `make test` leaves out: more cases, more seeds, studies. Here, for test-0112 and for dist SHARE=0/4 chooses
+# the first quarter of the tests.
 test-slow: .venv
-	$(PY) $(PYTEST) -m slow $(if $(SHARE),--share $(SHARE))
+	$(PY) $(PYTEST) -m slow $(SHARED)
 
 test-all: test test-slow
 
 test-0112: .venv-0112
-	$(PY_0112) $(PYTEST) -m "contract and not newest" $(CONTRACT_TESTS)
+	$(PY_0112) $(PYTEST) -m "contract and not newest" $(SHARED) $(CONTRACT_TESTS)
 
 # The kernels, a model's decode loop and steps of a cache compiled for H200, without a GPU: by the newest jax in all
 # shapes, by the oldest in a shape or two of each kernel, and with them the loops of the benchmark. And every public
@@ -104,7 +106,7 @@ dist: .venv-dist
 	rm -rf dist
 	$(PY_DIST) -m build
 	$(PY_DIST) -m twine check --strict dist/*
-	$(PY_DIST) -m tests.wheel dist
+	$(PY_DIST) -m tests.wheel $(SHARED) dist
 
 # The site, in build/site: without a warning, every public name with an entry, every link and anchor with its target.
 docs: .venv-docs

@@ -61,7 +61,7 @@ def fits_alone(config, prompt_len, num_new):
     return all(min(num_columns, group.max_held_blocks) <= group.num_blocks for group in config.groups)
 
 
-@pytest.mark.quick_cases("prefixes", "windows")
+@pytest.mark.quick_cases("prefixes")
 @pytest.mark.parametrize("kind", TIGHT)
 def test_every_answer_is_the_one_that_it_has_alone(kind):
     """Random requests: 1-4 prompts that may begin alike, 1-5 samples of each in 3 or 4 rows."""
@@ -89,6 +89,7 @@ def test_every_answer_is_the_one_that_it_has_alone(kind):
     assert num_turns > 2  # prompts were started again for samples that had no room
 
 
+@pytest.mark.quick_cases("8-prompt0-9-4-1")
 @pytest.mark.parametrize(
     ("num_blocks", "prompt", "num_new", "num_samples", "num_together"),
     [

@@ -29,6 +29,7 @@ def inputs(*batch, dtype=jnp.float32, seed=0):
     return jnp.asarray(np.random.default_rng(seed).normal(size=(*batch, LENGTH, WIDTH)), dtype)
 
 
+@pytest.mark.quick_cases("options0-batch0-float32-1e-05")
 @pytest.mark.parametrize(
     ("options", "batch", "dtype", "tolerance"),
     [

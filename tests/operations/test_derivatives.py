@@ -143,6 +143,7 @@ def streaming(kind):
     return started(kind, extras=[kv.compression.Dropping(8), kv.chunks.Store(2, 8)])
 
 
+@pytest.mark.quick_cases("full", "window")
 @pytest.mark.parametrize("kind", [*KINDS])
 def test_what_moves_tokens_has_its_gradient(kind):
     """Compressing is refused in layers of windows, as an operation."""

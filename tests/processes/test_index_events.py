@@ -104,6 +104,7 @@ def texts_of(cache):
     return sorted(found)
 
 
+@pytest.mark.quick_cases("False")
 @pytest.mark.parametrize("has_host", [False, True])
 def test_a_router_knows_what_prompts_find(has_host):
     if has_host:

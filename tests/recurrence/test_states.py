@@ -9,8 +9,11 @@ import pytest
 
 import kvcache_jax as kv
 from kvcache_jax.prefix.eviction import make_room
-from tests.support.hash_states import HashState, LastInputs, StatePerToken, expected
+from tests.support.hash_states import HashState, expected
 from tests.support.state_script import BLOCK, StateScript, config_of_states, padded_step, run_layers
+
+ONE_KIND = dict(kinds=[HashState])
+AT_JUNCTIONS = config_of_states(snapshots=kv.Snapshots(at_prompt_end=False, at_end=False), **ONE_KIND)
 
 
 def test_no_row_is_given_a_wrong_state():
@@ -44,11 +47,16 @@ def test_no_row_is_given_a_wrong_state_by_any_config(rollback, options):
     assert (script.count["tokens cached"] > 200) == config.enable_prefix_caching
 
 
+def _admit(cache, prompt, row=0):
+    """Allocates a row for a prompt; one program whatever its length."""
+    tokens = np.zeros((1, 96), np.int32)
+    tokens[0, : len(prompt)] = prompt
+    return kv.allocate(cache, [row], [len(prompt)], tokens=tokens)
+
+
 def _start(cache, prompt, row=0, commits=True):
     """Computes a prompt in calls of 20 tokens, and commits it; returns the cache and the admission."""
-    tokens = np.zeros((6, 96), np.int32)
-    tokens[row, : len(prompt)] = prompt
-    cache, admission = kv.allocate(cache, [row], [len(prompt)], tokens=tokens[row : row + 1])
+    cache, admission = _admit(cache, prompt, row)
     at = int(admission.num_cached[0])
     while at < len(prompt):
         num = min(20, len(prompt) - at)
@@ -63,7 +71,7 @@ def _start(cache, prompt, row=0, commits=True):
 
 
 def test_a_junction_is_found_by_the_second_prompt_and_hit_by_the_third():
-    cache = kv.init(config_of_states(snapshots=kv.Snapshots(at_prompt_end=False, at_end=False)))
+    cache = kv.init(AT_JUNCTIONS)
     shared, found = [1] * 29, []
     for tail in (0, 2, 1, 0):
         cache, admission = _start(cache, shared + [tail] * 30)
@@ -76,7 +84,7 @@ def test_a_junction_is_found_by_the_second_prompt_and_hit_by_the_third():
 
 
 def test_what_keys_match_and_states_do_not_is_said():
-    cache = kv.init(config_of_states(snapshots=kv.Snapshots(at_prompt_end=False, at_end=False)))
+    cache = kv.init(AT_JUNCTIONS)
     assert kv.describe(cache.config).endswith("with prefixes, of which 8 tokens are the least that hits")
     cache, _ = _start(cache, [1] * 59)
     told = kv.inspect.explain(cache, [1] * 29 + [2] * 30)
@@ -99,7 +107,7 @@ def test_snapshots_take_the_bytes_that_they_may():
 
 @pytest.mark.parametrize("is_end", [False, True])
 def test_the_manager_keeps_the_last_state_of_what_is_complete(is_end):
-    config = config_of_states(snapshots=kv.Snapshots(at_junctions=False, at_prompt_end=False))
+    config = config_of_states(snapshots=kv.Snapshots(at_junctions=False, at_prompt_end=False), **ONE_KIND)
 
     def step_fn(cache, batch):
         return run_layers(cache, batch.step, batch.tokens)
@@ -131,9 +139,8 @@ def test_a_prefill_of_any_length_stores_one_point():
 
 
 def test_a_state_that_no_prompt_asked_for_is_evicted_first():
-    states = [HashState(1, 1, num_blocks=6 * 6 + 2), StatePerToken(1, 1), LastInputs(1, 1)]
     config = config_of_states(3, num_blocks=200)
-    config = dataclasses.replace(config, layers=[config.layers[0], *states])
+    config = dataclasses.replace(config, layers=[config.layers[0], HashState(1, 1, num_blocks=6 * 6 + 2)])
     cache = kv.init(config)
     rng = np.random.default_rng(1)
     shared = rng.integers(3, size=29).tolist()
@@ -144,24 +151,22 @@ def test_a_state_that_no_prompt_asked_for_is_evicted_first():
         cache, _ = _start(cache, rng.integers(3, size=30).tolist())
         cache, _ = kv.free(cache, [0])
     assert kv.stats(cache).num_evictions > 0
-    _, admission = kv.allocate(cache, [0], [50], tokens=[shared + [2] * 21])
+    _, admission = _admit(cache, shared + [2] * 21)
     assert admission.num_cached[0] == 24
 
 
 @pytest.mark.parametrize("at_prompt_end, num_cached", [(True, 40), (False, 0)])
 def test_the_end_of_a_prompt_is_kept_if_wanted(at_prompt_end, num_cached):
     """The row goes on, so that only the prompt's own end could serve its repetition."""
-    config = config_of_states(snapshots=kv.Snapshots(at_prompt_end=at_prompt_end))
-    cache = kv.init(dataclasses.replace(config, layers=[config.layers[0], HashState(1, 1)]))
+    cache = kv.init(config_of_states(0, snapshots=kv.Snapshots(at_prompt_end=at_prompt_end), **ONE_KIND))
     prompt = np.random.default_rng(3).integers(3, size=41).tolist()
     cache, _ = _start(cache, prompt, commits=False)
-    answer = np.full((6, 9), 2, np.int32)
-    cache, _, _ = padded_step(cache, np.array([9, 0, 0, 0, 0, 0], np.int32), answer)
+    cache, _, _ = padded_step(cache, np.array([9, 0, 0, 0, 0, 0], np.int32), np.full((6, 20), 2, np.int32))
     cache, _ = kv.free(kv.commit(cache, [0])[0], [0])
-    _, admission = kv.allocate(cache, [0], [41], tokens=[prompt])
+    _, admission = _admit(cache, prompt)
     assert admission.num_cached[0] == num_cached
-    whole = [*prompt, *answer[0].tolist(), 0]
-    _, admission = kv.allocate(cache, [0], [len(whole)], tokens=[whole])
+    whole = [*prompt, *[2] * 9, 0]
+    _, admission = _admit(cache, whole)
     assert admission.num_cached[0] == 48
 
 
@@ -224,10 +229,10 @@ def test_a_state_of_drafts_is_not_published():
     cache, _ = _start(cache, prompt, commits=False)
     cache, _ = kv.commit(cache, [0], final_len=[15])
     assert kv.check_invariants(cache) == []
-    _, admission = kv.allocate(cache, [1], [24], tokens=[prompt])
+    _, admission = _admit(cache, prompt, row=1)
     assert admission.num_cached[0] == 0 and admission.junction[0] == 8
     cache, _ = kv.commit(cache, [0])
-    _, admission = kv.allocate(cache, [1], [24], tokens=[prompt])
+    _, admission = _admit(cache, prompt, row=1)
     assert admission.num_cached[0] == 16
 
 
@@ -305,7 +310,7 @@ def test_configs_that_states_cannot_serve_are_refused(make, message):
 
 
 def test_calls_that_do_not_fit_are_refused():
-    cache = kv.init(config_of_states(enable_prefix_caching=False))
+    cache = kv.init(config_of_states(enable_prefix_caching=False, **ONE_KIND))
     cache, _ = kv.allocate(cache, [0], [3])
     cache, step = kv.extend(cache, [3, 0, 0, 0, 0, 0], max_new=4)
     keys, tokens = jnp.zeros((6, 4, 1, 1)), jnp.zeros((6, 4), jnp.uint32)

@@ -14,8 +14,8 @@ from tests.support.hash_states import HashState, LastInputs, StatePerToken, expe
 BLOCK, MAX_SEQS, MAX_LEN, MAX_NEW, PACKED, VOCAB = 8, 6, 96, 20, 64, 3
 
 
-def config_of_states(rollback=3, **options):
-    kinds = [kind(1, 1, max_rollback=rollback) for kind in (HashState, StatePerToken, LastInputs, HashState)]
+def config_of_states(rollback=3, kinds=(HashState, StatePerToken, LastInputs, HashState), **options):
+    kinds = [kind(1, 1, max_rollback=rollback) for kind in kinds]
     sizes = dict(num_blocks=40, block_size=BLOCK, max_seqs=MAX_SEQS, max_seq_len=MAX_LEN)
     options = dict(max_query_len=MAX_NEW, enable_prefix_caching=True) | options
     return kv.CacheConfig([kv.FullAttention(1, 1), *kinds], **(sizes | options))

@@ -100,8 +100,9 @@ class Place:
     def try_examples(self) -> None:
         print(self.run(self.python, "-m", "tests.support.examples", "README.md"), end="", flush=True)
 
-    def try_contract(self) -> None:
+    def try_contract(self, share: str | None) -> None:
         options = "-q -n 2 --dist loadfile --max-worker-restart=0 -p no:cacheprovider".split()
+        options += ["--share", share] if share else []
         marks = "contract and not newest and not slow"
         printed = self.run(
             self.python, "-m", "pytest", *options, "-m", marks, *contract_tests(), PYTHONPATH=str(self.tools)
@@ -112,7 +113,9 @@ class Place:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Tries a wheel and an sdist in fresh environments.")
     parser.add_argument("folder", type=pathlib.Path, help="holds one of each")
-    folder = parser.parse_args(arguments).folder.resolve()
+    parser.add_argument("--share", metavar="K/N", help="run that share of the contract tests")
+    options = parser.parse_args(arguments)
+    folder = options.folder.resolve()
     wheels, sdists = sorted(folder.glob("*.whl")), sorted(folder.glob("*.tar.gz"))
     if len(wheels) != 1 or len(sdists) != 1:
         parser.error(
@@ -127,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             place = Place(pathlib.Path(outside))
             place.install(str(archive), jax)
             place.try_examples()
-            place.try_contract()
+            place.try_contract(options.share)
     return 0
 
 
