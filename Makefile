@@ -18,6 +18,9 @@ CONTRACT_TESTS = $(shell grep -rl 'pytest\.mark\.contract' tests --include='test
 CASES_0112 := head_64_group_16 head_64_block_24 8_queries_head_256 window 40_lanes bf16_16x128 append_64 decode_loop \
 	step_on_a_mesh
 
+# Pages are looked at where there is a Chromium.
+BROWSER := $(if $(shell command -v chromium),,--no-browser)
+
 PY := .venv/bin/python
 PY_0112 := .venv-0112/bin/python
 PY_AOT := .venv-aot/bin/python
@@ -108,12 +111,14 @@ dist: .venv-dist
 	$(PY_DIST) -m twine check --strict dist/*
 	$(PY_DIST) -m tests.wheel $(SHARED) dist
 
-# The site, in build/site: without a warning, every public name with an entry, every link and anchor with its target.
+# The site, in build/site: without a warning, every public name with an entry, every link and anchor with its target;
+# looked at in Chromium, where there is one, light and dark, on a desk and on a phone.
 docs: .venv-docs
 	NO_MKDOCS_2_WARNING=1 $(PY_DOCS) -m mkdocs build --quiet --strict
 	$(PY_DOCS) -m tests.site.built_pages build/site
+	$(if $(BROWSER),,$(PY_DOCS) -m tests.site.browser build/site)
 
-# Programs of others that talk to this library, as they are; BROWSER=--no-browser where there is no Chromium.
+# Programs of others that talk to this library, as they are.
 integrations: .venv-integrations
 	$(PY_INTEGRATIONS) -m tests.integrations.dynamo_indexer
 	$(PY_INTEGRATIONS) -m tests.integrations.server $(BROWSER)
@@ -177,7 +182,7 @@ distclean: clean
 
 .venv-docs/.made: .venv/.made
 	@$(call make_venv_on,.venv-docs,.venv)
-	$(PY) -m pip --python $(PY_DOCS) $(PIP_INSTALL) --editable '.[docs]'
+	$(PY) -m pip --python $(PY_DOCS) $(PIP_INSTALL) --editable '.[docs]' $(if $(BROWSER),,playwright)
 	@touch $@
 
 .venv-integrations/.made: .venv/.made
