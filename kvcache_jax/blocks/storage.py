@@ -95,18 +95,8 @@ def _store(
     slots: jax.Array,
     layer: jax.Array,
 ) -> KVPool:
-    write = backend.write
+    if write := backend.write:
 
-    def by_xla(pool, new, slots, layer):
-        arrays, places = {}, _places(group, pool, slots, layer)
-        for name, array in group.arrays:
-            arrays[name] = _set_tokens(pool.arrays[name], array, places[name], new[name])
-        return KVPool(arrays=arrays)
-
-    if write is None:
-        return by_xla(pool, new, slots, layer)
-
-    def by_backend(pool, new, slots, layer):
         def local(pool, new, slots, layer):
             return write(pool, new, slots, group, layer=layer)
 
@@ -117,8 +107,10 @@ def _store(
         }
         axis = _axis_to_map(group, pool, head_axis)
         return over_heads(local, axis, (heads, new_heads, None, None), heads)(pool, new, slots, layer)
-
-    return backend.run(by_backend, by_xla, pool, new, slots, layer)
+    arrays, places = {}, _places(group, pool, slots, layer)
+    for name, array in group.arrays:
+        arrays[name] = _set_tokens(pool.arrays[name], array, places[name], new[name])
+    return KVPool(arrays=arrays)
 
 
 def _set_tokens(values: jax.Array, array: BlockArray, places: tuple[Any, ...], new: jax.Array) -> jax.Array:
@@ -232,26 +224,19 @@ def _copy(
     num_copies: jax.Array,
 ) -> KVPool:
     """Sets `pool[layer, dst[i]] = pool[layer, src[i]]` for `i < num_copies` and every layer."""
-    copy = backend.copy_blocks
+    if copy := backend.copy_blocks:
 
-    def by_xla(pool, src, dst, num_copies):
-        def copy_some(i, pool):
-            rows, new_rows = (_copied_rows(group, pool, ids, num_copies, i) for ids in (src, dst))
-            return jax.tree.map(lambda x: x.at[new_rows].set(get_at(x, rows), mode="drop"), pool)
-
-        return lax.fori_loop(0, _num_trips(num_copies), copy_some, pool)
-
-    if copy is None:
-        return by_xla(pool, src, dst, num_copies)
-
-    def by_backend(pool, src, dst, num_copies):
         def local(pool, src, dst, num_copies):
             return copy(pool, src, dst, num_copies, group)
 
         heads, axis = KVPool(arrays=group.head_positions), _axis_to_map(group, pool, head_axis)
         return over_heads(local, axis, (heads, None, None, None), heads)(pool, src, dst, num_copies)
 
-    return backend.run(by_backend, by_xla, pool, src, dst, num_copies)
+    def copy_some(i, pool):
+        rows, new_rows = (_copied_rows(group, pool, ids, num_copies, i) for ids in (src, dst))
+        return jax.tree.map(lambda x: x.at[new_rows].set(get_at(x, rows), mode="drop"), pool)
+
+    return lax.fori_loop(0, _num_trips(num_copies), copy_some, pool)
 
 
 def _copy_fwd(backend, head_axis, group, pool, *copies):

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-from jax import lax
+
+from kvcache_jax.arrays.lowering_choice import on_platform
 
 XLA, MOSAIC_GPU, MOSAIC_TPU = "xla", "mosaic_gpu", "mosaic_tpu"
 MAX_DECODE_QUERIES = 8
@@ -64,7 +65,7 @@ class Backend:
       load: `() -> None`, imports modules for the others; called by `init`, before anything is traced.
       code: `(device) -> str | None`, a digest of the sources that run on the `TargetDevice`, None where none
         do; imports none of them. `implementation=None` picks the backend where a verdict on it passed.
-      platform: The one platform on which the functions are called, and XLA on others; None for all.
+      platform: The one platform on which attention is the backend's, XLA's on others and in exports; or None.
 
     Example:
       >>> import kvcache_jax as kv
@@ -98,10 +99,10 @@ class Backend:
         return self.decode if num_queries <= MAX_DECODE_QUERIES else self.prefill
 
     def run(self, own: Callable[..., Any], by_xla: Callable[..., Any], *arguments: Any) -> Any:
-        """Calls `own`, or `by_xla` where the program comes to run on another platform than the backend's."""
+        """Calls `own`, or `by_xla` in a program that is not for the backend's platform."""
         if self.platform is None:
             return own(*arguments)
-        return lax.platform_dependent(*arguments, default=by_xla, **{self.platform: own})
+        return on_platform(self.platform, own, by_xla, *arguments)
 
     def __str__(self) -> str:
         parts = {name: getattr(self, name) for name in ("decode", "prefill", "write", "copy_blocks")}

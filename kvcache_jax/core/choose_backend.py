@@ -62,7 +62,9 @@ def _proven(config: CacheConfig) -> list[Backend]:
     if config.hides_tokens or jax.device_count() > 1 or not jax.sharding.get_abstract_mesh().empty:
         return []
     device = target_device()
-    return [dataclasses.replace(get_backend(name), platform=device.platform) for name in proven(device)]
+    # Attention alone: it is what kernels are for, and XLA moves blocks wherever the program comes to run.
+    free = dict(platform=device.platform, write=None, copy_blocks=None)
+    return [dataclasses.replace(get_backend(name), **free) for name in proven(device)]
 
 
 def _why_not(backend: Backend, pool: KVPool, group: LayerGroup, group_size: int) -> str | None:
