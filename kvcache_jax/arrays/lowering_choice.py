@@ -5,8 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax._src.core import Primitive, jaxpr_as_fun  # jax.extend, where they are public, imports Pallas
 from jax._src.state.discharge import discharge_state, register_discharge_rule  # without a public name
-from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
 
 _either = Primitive("either")
@@ -54,7 +54,7 @@ def _batch(arguments, axes, *, platform, own, other):
 
 
 @register_discharge_rule(_either)
-def _without_references(_, *arguments, platform, own, other):
+def _without_references(ctx, *arguments, platform, own, other):
     """Kernels for GPUs write through references, which jax turns into values at the end."""
     own, other = discharge_state(own), discharge_state(other)
     return [None] * len(arguments), _either.bind(*arguments, platform=platform, own=own, other=other)

@@ -200,6 +200,7 @@ def test_a_program_for_several_platforms_runs_the_kernels_where_they_are_for(gpu
         program.trace(x).lower(lowering_platforms=(platform,)).as_text() for platform in ("cuda", "cpu")
     )
     assert "7.25" in by_kernels and "7.25" not in by_xla
+    assert "7.25" not in jax.export.export(program, platforms=["cuda"])(x).mlir_module()
     assert not any(number in by_kernels for number in ("7.5", "7.75"))  # moves are XLA's, wherever
     assert "exponential" in by_xla and "exponential" not in by_kernels
 
