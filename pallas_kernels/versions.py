@@ -1,4 +1,8 @@
-"""The versions of jax that the kernels were tested with; Pallas changes often."""
+"""The versions of jax that the kernels were tested with, for Pallas changes often, and the kernels' own."""
+
+import functools
+import hashlib
+from pathlib import Path
 
 import jax
 
@@ -12,3 +16,12 @@ def untested_jax() -> str | None:
         return None
     oldest, before = (".".join(map(str, bound)) for bound in (OLDEST, BEFORE))
     return f"the kernels were tested with jax >= {oldest}, < {before}, and this is jax {jax.__version__}"
+
+
+@functools.cache
+def digest() -> str:
+    """Computes a digest of the kernels' sources, which tells one version of them from another."""
+    folder, found = Path(__file__).parent, hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        found.update(path.relative_to(folder.parent).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return found.hexdigest()[:16]

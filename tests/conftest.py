@@ -15,6 +15,9 @@ FLAGS = (
 )
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]).strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# What the user of this machine chose, or found out, is nothing to the tests.
+os.environ.pop("KVCACHE_JAX_IMPLEMENTATION", None)
+os.environ["KVCACHE_JAX_VERDICTS"] = os.devnull
 
 import hypothesis
 import hypothesis.configuration

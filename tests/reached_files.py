@@ -38,6 +38,7 @@ APART = (
     "core/state.py",
     "core/status.py",
     "core/token_arguments.py",
+    "core/verdicts.py",
 )
 """Files, and folders, that are set apart."""
 MOST = {"fork": 3, "extend": 6, "commit": 7, "a chunk": 14, "scores, compress": 12}

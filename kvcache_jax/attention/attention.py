@@ -160,12 +160,12 @@ def _attend(
     plan, num_queries = in_runs(plan, group, backend, _num_queries(step, plan))
     if backend.attend(num_queries) is None:  # others are mapped over the heads
         check_split("q", q, axis_of_types(pool.arrays, group.head_positions))
-    if plan.work and backend is not choose(config, None, pool, group):
+    if plan.work and backend != choose(config, None, pool, group):
         plan = dataclasses.replace(plan, work=())  # cut for the cache's own backend
     call = vjp.Call(
         config=config,
         group_id=group_id,
-        backend=backend.name,
+        backend=backend,
         scale=1 / math.sqrt(key_dim) if scale is None else float(scale),
         soft_cap=None if soft_cap is None else float(soft_cap),
         num_kv_heads=num_kv_heads,

@@ -94,6 +94,12 @@ def _why_not_here(name: str, device: TargetDevice) -> str | None:
     return None
 
 
+def _code(name: str, device: TargetDevice) -> str | None:
+    from pallas_kernels.versions import digest, untested_jax
+
+    return None if untested_jax() or _why_not_here(name, device) else digest()
+
+
 def _attend(
     name: str,
     q: jax.Array,
@@ -187,7 +193,10 @@ def _decode_rows(plan: AttentionPlan, group: LayerGroup, num_queries: int) -> An
 def _backend(name: str, plan: Any) -> Backend:
     attend, copy_blocks = functools.partial(_attend, name), functools.partial(_copy_blocks, name)
     supports, load = functools.partial(_supports, name), functools.partial(_load, name)
-    return Backend(name, supports, attend, prefill=attend, copy_blocks=copy_blocks, plan=plan, load=load)
+    code = functools.partial(_code, name)
+    return Backend(
+        name, supports, attend, prefill=attend, copy_blocks=copy_blocks, plan=plan, load=load, code=code
+    )
 
 
 BACKENDS = _backend(MOSAIC_GPU, _plan), _backend(MOSAIC_TPU, None)

@@ -13,7 +13,7 @@ from kvcache_jax.arrays.derivatives import reverse_mode_only
 from kvcache_jax.arrays.sharding import axis_of_types, axis_to_map, over_heads
 from kvcache_jax.attention import xla
 from kvcache_jax.blocks import storage
-from kvcache_jax.core import backends
+from kvcache_jax.core.backends import Backend
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import AttentionPlan, KVPool
 from kvcache_jax.layers.layer_group import LayerGroup
@@ -24,7 +24,7 @@ class Call(NamedTuple):
 
     config: CacheConfig
     group_id: int
-    backend: str
+    backend: Backend
     scale: float  # like `soft_cap`, as in `attention.attention`
     soft_cap: float | None
     num_kv_heads: int  # heads of the keys that the kind computes
@@ -63,10 +63,19 @@ def _attend(call, pool, *inputs):
 
 def _forward(call, pool, q, weights, sink_logits, block_table, plan, layer):
     options = dict(scale=call.scale, soft_cap=call.soft_cap)
-    backend_attend = backends.get_backend(call.backend).attend(q.shape[1])
+    backend, arguments = call.backend, (pool, q, weights, sink_logits, block_table, plan, layer)
+    backend_attend = backend.attend(q.shape[1])
+
+    def by_xla(pool, q, weights, sink_logits, block_table, plan, layer):
+        more = options | dict(layer=layer, sink_logits=sink_logits, tile_tokens=call.config.tile_tokens)
+        out, lse = xla.forward(q, pool, weights, block_table, plan, call.group, **more)
+        return typed(out), lse
+
+    def typed(out: jax.Array) -> jax.Array:
+        return out.astype(q.dtype) if backend.platform else out  # the same on all platforms
+
     if backend_attend is None:
-        options |= dict(layer=layer, sink_logits=sink_logits, tile_tokens=call.config.tile_tokens)
-        return xla.forward(q, pool, weights, block_table, plan, call.group, **options)
+        return by_xla(*arguments)
 
     # Each device reshapes on its own: a reshape of q would need its sharding where mesh axes are explicit.
     def local(q, pool, block_table, plan, layer, sink_logits):
@@ -74,13 +83,17 @@ def _forward(call, pool, q, weights, sink_logits, block_table, plan, layer):
             q, pool, block_table, plan, call.group, layer=layer, sink_logits=sink_logits, **options
         )
 
-    positions = call.group.head_positions
-    axis = axis_to_map(axis_of_types(pool.arrays, positions), call.config.head_axis)
-    heads = (2, KVPool(arrays=positions), None, None, None, None if sink_logits is None else 0)
-    local = over_heads(local, axis, heads, (2, 2))
-    is_layer = layer < call.group.num_layers  # one that does not exist reads NaN
-    out, lse = local(q, pool, block_table, plan, jnp.where(is_layer, layer, 0), sink_logits)
-    return jnp.where(is_layer, out, jnp.nan), jnp.where(is_layer, lse, jnp.nan)
+    def by_backend(pool, q, weights, sink_logits, block_table, plan, layer):
+        positions = call.group.head_positions
+        axis = axis_to_map(axis_of_types(pool.arrays, positions), call.config.head_axis)
+        heads = (2, KVPool(arrays=positions), None, None, None, None if sink_logits is None else 0)
+        is_layer = layer < call.group.num_layers  # one that does not exist reads NaN
+        layer = jnp.where(is_layer, layer, 0)
+        found = over_heads(local, axis, heads, (2, 2))(q, pool, block_table, plan, layer, sink_logits)
+        out, lse = (jnp.where(is_layer, x, jnp.nan) for x in found)
+        return typed(out), lse
+
+    return backend.run(by_backend, by_xla, *arguments)
 
 
 def _handed_through(pool, *reads):

@@ -60,7 +60,7 @@ def store_tokens(
     stored = _stored(group, pool, new)
     slots, layer = slots.reshape(-1), jnp.asarray(layer)
     pool, stored = reverse_mode_only("what is written into pools", as_varied((pool, stored), slots))
-    return _store(backend.name, config.head_axis, group, pool, stored, slots, layer)
+    return _store(backend, config.head_axis, group, pool, stored, slots, layer)
 
 
 def _stored(group: LayerGroup, pool: KVPool, new: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
@@ -87,7 +87,7 @@ def _stored(group: LayerGroup, pool: KVPool, new: Mapping[str, jax.Array]) -> di
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _store(
-    name: str,
+    backend: backends.Backend,
     head_axis: str | None,
     group: LayerGroup,
     pool: KVPool,
@@ -95,7 +95,7 @@ def _store(
     slots: jax.Array,
     layer: jax.Array,
 ) -> KVPool:
-    if write := backends.get_backend(name).write:
+    if write := backend.write:
 
         def local(pool, new, slots, layer):
             return write(pool, new, slots, group, layer=layer)
@@ -144,12 +144,12 @@ def _places(
     return {name: (block, *array.before_tokens, offset) for name, array in group.arrays}
 
 
-def _store_fwd(name, head_axis, group, pool, new, slots, layer):
+def _store_fwd(backend, head_axis, group, pool, new, slots, layer):
     require_gradient(group)  # backwards nothing comes through arrays of integers alone
-    return _store(name, head_axis, group, pool, new, slots, layer), (slots, layer)
+    return _store(backend, head_axis, group, pool, new, slots, layer), (slots, layer)
 
 
-def _store_bwd(name, head_axis, group, residuals, grads):
+def _store_bwd(backend, head_axis, group, residuals, grads):
     kept, new = {}, {}
     for name, places in _places(group, grads, *residuals).items():
         grad = grads.arrays[name]
@@ -207,15 +207,15 @@ def _copy_all(cache: Cache, copies: Mapping[int, BlockCopies]) -> Cache:
         group = config.groups[g]
         if not group.arrays:
             continue
-        name = choose(config, None, pools[g], group).name
+        backend = choose(config, None, pools[g], group)
         pool = reverse_mode_only("blocks that are copied", as_varied(pools[g], copied))
-        pools[g] = _copy(name, config.head_axis, group, pool, *copied)
+        pools[g] = _copy(backend, config.head_axis, group, pool, *copied)
     return dataclasses.replace(cache, pools=tuple(pools))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _copy(
-    name: str,
+    backend: backends.Backend,
     head_axis: str | None,
     group: LayerGroup,
     pool: KVPool,
@@ -224,7 +224,7 @@ def _copy(
     num_copies: jax.Array,
 ) -> KVPool:
     """Sets `pool[layer, dst[i]] = pool[layer, src[i]]` for `i < num_copies` and every layer."""
-    if copy := backends.get_backend(name).copy_blocks:
+    if copy := backend.copy_blocks:
 
         def local(pool, src, dst, num_copies):
             return copy(pool, src, dst, num_copies, group)
@@ -239,11 +239,11 @@ def _copy(
     return lax.fori_loop(0, _num_trips(num_copies), copy_some, pool)
 
 
-def _copy_fwd(name, head_axis, group, pool, *copies):
-    return _copy(name, head_axis, group, pool, *copies), copies
+def _copy_fwd(backend, head_axis, group, pool, *copies):
+    return _copy(backend, head_axis, group, pool, *copies), copies
 
 
-def _copy_bwd(name, head_axis, group, copies, grads):
+def _copy_bwd(backend, head_axis, group, copies, grads):
     require_gradient(group)
     src, dst, num_copies = copies
     num_trips = _num_trips(num_copies)

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from kvcache_jax.arrays.lowering_choice import on_platform
+
 XLA, MOSAIC_GPU, MOSAIC_TPU = "xla", "mosaic_gpu", "mosaic_tpu"
 MAX_DECODE_QUERIES = 8
 """Most new tokens of a row that are decoded; where a step has room for more, rows are prefilled."""
@@ -61,6 +63,9 @@ class Backend:
         `num_columns`. `pool` has shapes alone, those on one device. `plan.work` is () where the step was
         planned by another backend.
       load: `() -> None`, imports modules for the others; called by `init`, before anything is traced.
+      code: `(device) -> str | None`, a digest of the sources that run on the `TargetDevice`, None where none
+        do; imports none of them. `implementation=None` picks the backend where a verdict on it passed.
+      platform: The one platform on which attention is the backend's, XLA's on others and in exports; or None.
 
     Example:
       >>> import kvcache_jax as kv
@@ -78,11 +83,13 @@ class Backend:
     copy_blocks: Callable[..., Any] | None = None
     plan: Callable[..., tuple[jax.Array, ...]] | None = None
     load: Callable[[], None] | None = None
+    code: Callable[[TargetDevice], str | None] | None = None
+    platform: str | None = None
 
     def __post_init__(self):
         if not isinstance(self.name, str) or not self.name:
             raise TypeError(f"name is {self.name!r}, expected a str by which configs name the backend")
-        for part in dataclasses.fields(self)[1:]:
+        for part in dataclasses.fields(self)[1:-1]:
             function = getattr(self, part.name)
             if not callable(function) and (function is not None or part.name == "supports"):
                 raise TypeError(f"{part.name} of backend {self.name!r} is {function!r}, expected a function")
@@ -91,8 +98,14 @@ class Backend:
         """Returns the function for steps with room for so many tokens a row; None for XLA's."""
         return self.decode if num_queries <= MAX_DECODE_QUERIES else self.prefill
 
+    def run(self, own: Callable[..., Any], by_xla: Callable[..., Any], *arguments: Any) -> Any:
+        """Calls `own`, or `by_xla` in a program that is not for the backend's platform."""
+        if self.platform is None:
+            return own(*arguments)
+        return on_platform(self.platform, own, by_xla, *arguments)
+
     def __str__(self) -> str:
-        parts = {part.name: getattr(self, part.name) for part in dataclasses.fields(self)[2:-2]}
+        parts = {name: getattr(self, name) for name in ("decode", "prefill", "write", "copy_blocks")}
         own = ", ".join(name for name, function in parts.items() if function)
         of_xla = ", ".join(name for name, function in parts.items() if not function)
         return f"{self.name}: {own or 'nothing'}" + (f"; xla: {of_xla}" if of_xla else "")
@@ -137,6 +150,12 @@ def get_backend(name: str) -> Backend:
     return _backends[name]
 
 
+def codes_for(device: TargetDevice) -> dict[str, str]:
+    """Returns the digests of the backends that run on the device and say what their sources are, by name."""
+    codes = {name: backend.code(device) for name, backend in _backends.items() if backend.code}
+    return {name: code for name, code in codes.items() if code is not None}
+
+
 def require_name(value: Any) -> None:
     """Refuses anything but None or a backend's name."""
     if value is not None and not (isinstance(value, str) and value in backend_names()):
@@ -147,10 +166,13 @@ def require_name(value: Any) -> None:
 
 
 def target_device() -> TargetDevice:
-    """Describes the device that the program being traced is for: the mesh's, else jax's first."""
+    """Describes the device that the program being traced is for: the mesh's, the default, or jax's first."""
     on_mesh = jax.sharding.get_abstract_mesh().abstract_device
     if on_mesh is None or on_mesh.platform is None:
-        return _described(jax.local_devices()[0])
+        default = jax.config.jax_default_device
+        if default is None or isinstance(default, str):
+            default = jax.local_devices(backend=default)[0]
+        return _described(default)
     described = _described(on_mesh)
     if described.compute_capability is None and described.platform == "cuda":
         # A mesh knows its devices' name alone. Of machines without one, the backends go by it.

@@ -1,12 +1,18 @@
 """The choice of the backend that serves a call."""
 
-from kvcache_jax.core.backends import XLA, Backend, get_backend, require_name, target_device
+import dataclasses
+import functools
+import os
+
+import jax
+
+from kvcache_jax.core.backends import XLA, Backend, backend_names, get_backend, require_name, target_device
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import KVPool
+from kvcache_jax.core.verdicts import proven
 from kvcache_jax.layers.layer_group import LayerGroup
 
-# Backends that `None` may pick: those that have run, and were measured, on their hardware.
-_MEASURED: tuple[str, ...] = ()
+VARIABLE, AUTO = "KVCACHE_JAX_IMPLEMENTATION", "auto"
 
 
 def choose(
@@ -14,35 +20,63 @@ def choose(
 ) -> Backend:
     """Chooses the backend of a call with `group_size` query heads per key/value head.
 
-    One `asked` for by name, or else named by the config, runs or raises.
+    One `asked` for by name, or else named by the config or the environment, runs or raises.
     """
     require_name(asked)
-    name = asked or config.implementation
+    name = asked or implementation_of(config)
     if config.hides_tokens and get_backend(name or XLA).decode:
         raise NotImplementedError(
             f"implementation {name!r} is asked for and rows may hide tokens, expected 'xla' or None, or a "
             "cache without such extras: kernels do not know tokens that are hidden"
         )
-    if name is None and config.hides_tokens:
-        return get_backend(XLA)
     if name is None:
-        fits = (name for name in _MEASURED if not _why_not(get_backend(name), pool, group, group_size))
-        return get_backend(next(fits, XLA))
+        fits = (each for each in _proven(config) if not _why_not(each, pool, group, group_size))
+        return next(fits, get_backend(XLA))
     backend = get_backend(name)
     if reason := _why_not(backend, pool, group, group_size):
-        raise NotImplementedError(f"implementation {name!r} does not run here: {reason}; use 'xla' or None")
+        by = "" if asked or config.implementation else f" of {VARIABLE}"
+        fix = f"'xla' or {AUTO!r}" if by else "'xla' or None"
+        raise NotImplementedError(f"implementation {name!r}{by} does not run here: {reason}; use {fix}")
     return backend
+
+
+def implementation_of(config: CacheConfig) -> str | None:
+    """Returns the name in the config, or else in the environment; None where the choice is free."""
+    return config.implementation or _of_environment()
+
+
+@functools.cache
+def _of_environment() -> str | None:
+    """Reads the environment, once: all programs of a process go by the same."""
+    value = os.environ.get(VARIABLE) or AUTO
+    if value != AUTO and value not in backend_names():
+        raise ValueError(
+            f"{VARIABLE} is {value!r}, expected {AUTO} or one of {', '.join(backend_names())}: set it to one "
+            "of these, or register the backend before `init`"
+        )
+    return None if value == AUTO else value
+
+
+def _proven(config: CacheConfig) -> list[Backend]:
+    """Lists what None may pick: a verdict is of one device, and XLA splits no kernel over several."""
+    if config.hides_tokens or jax.device_count() > 1 or not jax.sharding.get_abstract_mesh().empty:
+        return []
+    device = target_device()
+    # Attention alone: it is what kernels are for, and XLA moves blocks wherever the program comes to run.
+    free = dict(platform=device.platform, write=None, copy_blocks=None)
+    return [dataclasses.replace(get_backend(name), **free) for name in proven(device)]
 
 
 def _why_not(backend: Backend, pool: KVPool, group: LayerGroup, group_size: int) -> str | None:
     return backend.supports(pool, group, group_size, target_device())
 
 
-def load(name: str | None) -> None:
-    """Imports the modules that a backend needs, or the backends that `None` may pick.
+def load(config: CacheConfig) -> None:
+    """Imports the modules that the config's backend needs, or the backends that None may pick.
 
     Before anything is traced: importing Pallas makes jax trace anew whatever it has traced before.
     """
-    for each in _MEASURED if name is None else (name,):
-        if load_backend := get_backend(each).load:
-            load_backend()
+    name = implementation_of(config)
+    for backend in _proven(config) if name is None else (get_backend(name),):
+        if backend.load:
+            backend.load()

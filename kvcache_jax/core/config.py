@@ -60,8 +60,9 @@ class CacheConfig:
         `policies.InBatches(name, batch_size)` scans them less often.
       implementation: The backend of attention, writing and copy-on-write: "xla", "mosaic_gpu" (bfloat16 and
         float16 on GPUs of compute capability 9.0), "mosaic_tpu", a name registered with `register_backend`,
-        or None for the best that was measured here and supports the call, which so far is "xla". Parts that
-        a backend lacks are XLA's (`describe` lists them), and so are gradients.
+        or None for what the environment's `KVCACHE_JAX_IMPLEMENTATION` names, else for kernels that support
+        the call where a verdict of `experiments.first_gpu_run` passed, else "xla" (docs/devices.md). Parts
+        that a backend lacks are XLA's, and so are gradients.
       head_axis: Mesh axis over which the key/value heads are split, so that kernels run on each device's
         own heads; `init` then splits the pools so. XLA's attention does not need to know.
       tile_tokens: Tokens of a row that XLA's attention reads at a time. Default: on accelerators 2,048,

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 from kvcache_jax.arrays.number_checks import static_flag
 from kvcache_jax.arrays.sharding import axis_of_types, check_in_mesh
 from kvcache_jax.core.cache_checks import takes_one
-from kvcache_jax.core.choose_backend import load
+from kvcache_jax.core.choose_backend import implementation_of, load
 from kvcache_jax.core.config import CacheConfig, require_config
 from kvcache_jax.core.describe import describe
 from kvcache_jax.core.empty_state import empty_control, empty_pools, in_place_of
@@ -64,7 +64,7 @@ def init(
         spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
         _check_spec(spec, config)
         _check_heads(sharding, spec, config)
-    load(config.implementation)
+    load(config)
     if sharding is None and _is_plain():
         # A program to make so many small arrays would take longer to compile than all of this.
         control = jax.device_put(empty_control(config, np.array(_DEFAULT_HASH_KEY, np.uint32), np))
@@ -114,7 +114,7 @@ def _check_spec(spec: PartitionSpec, config: CacheConfig) -> None:
             f"sharding is {spec}, expected only the heads split: PartitionSpec(None, axis, None, None)"
         )
     axis = spec[1] if len(spec) > 1 else None
-    uses_kernels = config.implementation not in (None, "xla")
+    uses_kernels = implementation_of(config) not in (None, "xla")
     if axis != config.head_axis and (uses_kernels or config.head_axis is not None):
         raise ValueError(
             f"sharding splits the heads over {axis!r} and config.head_axis is {config.head_axis!r}, expected "

@@ -36,7 +36,7 @@ from kvcache_jax.engine.options import (
     Options,
     Placement,
     Schedule,
-    check_batch_invariant,
+    batch_invariant_config,
     check_drafts,
     inbox_sizes,
     most_admissions,
@@ -143,6 +143,8 @@ class Engine:
         require_option("schedule", schedule, Schedule)
         require_option("limits", limits, Limits)
         require_option("placement", placement, Placement, or_none=True)
+        if static_flag("batch_invariant", batch_invariant):
+            config = batch_invariant_config(config)
         self.config = config
         options = Options(
             policy=policy,
@@ -152,12 +154,11 @@ class Engine:
             num_top_logprobs=size("num_top_logprobs", num_top_logprobs, 0),
             schedule=schedule,
             most_admissions=most_admissions(config.max_seqs),
-            batch_invariant=static_flag("batch_invariant", batch_invariant),
+            batch_invariant=batch_invariant,
             prompt_logprobs=limits.prompt_logprobs,
         )
         self._options = with_budget(options, config, token_budget)
         check_drafts(self._options, config, **hooks)
-        check_batch_invariant(self._options, config)
         self._sizes = dataclasses.replace(
             table_sizes(limits, config), num_tops=num_top_logprobs, inputs=inputs.specs()
         )

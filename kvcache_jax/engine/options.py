@@ -7,6 +7,8 @@ from typing import Any
 from jax.sharding import Mesh
 
 from kvcache_jax.arrays.number_checks import finite_number, static_count, static_flag
+from kvcache_jax.core.backends import XLA
+from kvcache_jax.core.choose_backend import implementation_of
 from kvcache_jax.core.config import CacheConfig, ceil_div
 from kvcache_jax.core.state import Cache
 from kvcache_jax.core.team import ALONE, Team
@@ -240,13 +242,15 @@ def check_drafts(options: Options, config: CacheConfig, **hooks: Callable | None
     check_num_drafts(options.num_drafts, config)
 
 
-def check_batch_invariant(options: Options, config: CacheConfig) -> None:
-    """Refuses the batch-invariant mode with kernels, whose splits of a row depend on the other rows."""
-    if options.batch_invariant and config.implementation not in (None, "xla"):
+def batch_invariant_config(config: CacheConfig) -> CacheConfig:
+    """Asks for XLA's attention; refuses kernels, whose splits of a row depend on the other rows."""
+    name = implementation_of(config)
+    if name not in (None, XLA):
         raise ValueError(
-            f"batch_invariant is True and implementation {config.implementation!r}, expected 'xla': how a "
+            f"batch_invariant is True and implementation {name!r}, expected 'xla': how a "
             "kernel splits a row, and so how it rounds, may depend on the other rows"
         )
+    return dataclasses.replace(config, implementation=XLA)
 
 
 def piece_sizes(num_tokens: int) -> tuple[int, int]:

@@ -21,6 +21,7 @@ from kvcache_jax import testing
 from kvcache_jax.core.choose_backend import choose
 from pallas_kernels import mosaic_gpu, mosaic_tpu
 from pallas_kernels.mosaic_gpu.decode_plan import plan_decode
+from pallas_kernels.versions import digest
 from tests.aot.hlo import COLLECTIVE
 from tests.kernels import gpu_interpreter
 from tests.support import tiny_model
@@ -49,6 +50,14 @@ def config_of(implementation, *, windows=(None, (9, 3)), **options):
     ]
     sizes = dict(num_blocks=16, block_size=8, max_seqs=4, max_seq_len=32, max_query_len=11) | options
     return kv.CacheConfig(layers, dtype=dtype, implementation=implementation, **sizes)
+
+
+def passed_on_cpus(monkeypatch, implementation):
+    """A verdict on the interpreter, and a process with one device."""
+    verdict = {"implementation": implementation, "device": {"name": "cpu"}, "jax": jax.__version__}
+    verdict |= {"code": digest(), "passed": True}
+    monkeypatch.setattr("kvcache_jax.core.verdicts._verdicts", lambda: (verdict,))
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
 
 
 @pytest.fixture
@@ -388,7 +397,7 @@ assert "pallas_kernels.mosaic_tpu" in sys.modules, "not imported"
 
 
 def test_none_picks_a_measured_kernel_where_it_serves(monkeypatch):
-    monkeypatch.setattr("kvcache_jax.core.choose_backend._MEASURED", ("mosaic_tpu",))
+    passed_on_cpus(monkeypatch, "mosaic_tpu")
     config = dataclasses.replace(config_of("mosaic_tpu", windows=(None,)), implementation=None)
     short = dataclasses.replace(config, layers=[kv.FullAttention(2, 8)])
 
@@ -459,7 +468,7 @@ def test_a_mesh_of_gpus_runs_the_kernels_for_them():
 
 def test_an_untested_jax_is_named_and_xla_goes_on(monkeypatch):
     monkeypatch.setattr("pallas_kernels.versions.BEFORE", (0, 11, 2))
-    monkeypatch.setattr("kvcache_jax.core.choose_backend._MEASURED", ("mosaic_tpu",))
+    passed_on_cpus(monkeypatch, "mosaic_tpu")
     config = config_of("mosaic_tpu", windows=(None,))
     (q, k, v) = chunk("mosaic_tpu", 1, 0)
 

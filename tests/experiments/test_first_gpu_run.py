@@ -4,6 +4,7 @@ import json
 import types
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -11,6 +12,9 @@ from experiments.first_gpu_run import __main__ as first_gpu_run
 from experiments.first_gpu_run import parts
 from experiments.first_gpu_run.__main__ import ENDED, KERNELS, OVER, Part, records_of, run_part, verdict
 from experiments.kernel_speed.timing import CHECKED, MEASURED, WRONG
+from kvcache_jax.core import verdicts
+from kvcache_jax.core.backends import TargetDevice
+from pallas_kernels.versions import digest
 
 
 def side(status=CHECKED, is_ours=True):
@@ -39,6 +43,30 @@ def test_a_kernel_is_right_if_all_its_shapes_are():
     assert not found["is_right"] and not verdict(made_up())["is_right"]
     assert verdict(made_up(("append 1 token", side(), side(WRONG, False))))["is_right"]
     assert not verdict(made_up(("append 1 token", side()), how=OVER))["is_right"]
+
+
+def test_a_verdict_is_kept_where_the_library_looks(monkeypatch, tmp_path):
+    monkeypatch.setenv(verdicts.FOLDER, str(tmp_path / "new"))
+    monkeypatch.setattr(verdicts, "_verdicts", verdicts._verdicts.__wrapped__)
+    names = [*KERNELS][:3], [f"{kind} 1 block" for kind in [*KERNELS][3:]]
+    report = made_up(*((name, side()) for name in (*names[0], *names[1])))
+    report["code"] = digest()
+    report["parts"][0]["found"][0]["environment"] = {
+        "device": {"name": "NVIDIA H200", "driver": "1"},
+        "jax": jax.__version__,
+    }
+    device = TargetDevice("cuda", "NVIDIA H200")
+    for found, expected in (
+        (report, ("mosaic_gpu",)),
+        (report | {"is_interpreted": True}, ()),
+        (report | {"parts": [report["parts"][0] | {"how": OVER}]}, ()),
+        (report | {"parts": [report["parts"][0] | {"found": report["parts"][0]["found"][:-1]}]}, ()),
+    ):
+        first_gpu_run.keep(verdict(found))
+        assert verdicts.proven(device) == expected
+    first_gpu_run.keep(verdict(report | {"code": "of before"}))
+    first_gpu_run.keep(verdict(made_up() | {"parts": []}))  # found no device
+    assert len([*(tmp_path / "new").iterdir()]) == 2
 
 
 def test_the_tables_have_all_sides_and_the_verdict_in_words(capsys):
