@@ -46,7 +46,7 @@ OWN = kv.backends.Backend(
 )
 OTHER = kv.backends.Backend("test: other", everywhere, noted("other", 3))
 NOTHING = kv.backends.Backend("test: nothing", everywhere)
-NOWHERE = kv.backends.Backend("test: nowhere", lambda *_: "it is for nobody")
+NOWHERE = kv.backends.Backend("test: nowhere", lambda *_: "no device runs it")
 for each in (OWN, OTHER, NOTHING, NOWHERE):
     kv.backends.register_backend(each)
 
@@ -122,7 +122,7 @@ def test_a_call_may_name_another_backend_than_the_cache():
 
 
 def test_a_backend_that_does_not_serve_is_refused_by_name():
-    message = "implementation 'test: nowhere' does not run here: it is for nobody; use 'xla' or None"
+    message = "implementation 'test: nowhere' does not run here: no device runs it; use 'xla' or None"
     with pytest.raises(NotImplementedError, match=message):
         run(config_of("test: nowhere"), [1, 1], 1)
     with pytest.raises(ValueError, match="implementation is 'test: unknown', expected None or one of xla, "):

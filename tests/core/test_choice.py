@@ -41,7 +41,7 @@ for each in (
         copy_blocks=copy_blocks,
         code=lambda device: FRESH if device.platform == "cuda" else None,
     ),
-    kv.backends.Backend(NOWHERE, lambda *_: "it is for nobody"),
+    kv.backends.Backend(NOWHERE, lambda *_: "no device runs it"),
 ):
     kv.backends.register_backend(each)
 H200 = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0")
@@ -171,7 +171,7 @@ def test_an_environment_that_cannot_be_served_is_refused(environment):
     environment(NOWHERE)
     message = (
         "implementation 'test: nowhere near' of KVCACHE_JAX_IMPLEMENTATION does not run here: "
-        "it is for nobody; use 'xla' or 'auto'"
+        "no device runs it; use 'xla' or 'auto'"
     )
     with pytest.raises(NotImplementedError, match=message):
         chosen()

@@ -96,13 +96,14 @@ def test_snapshots_take_the_bytes_that_they_may():
         config = config_of_states(snapshots=kv.Snapshots(max_bytes=max_bytes))
         return {g: group.num_blocks for g, group in enumerate(config.groups)}
 
-    groups = config_of_states().snapshot_groups
-    one = sum(group.block_bytes * group.span.num_read_blocks(group.block_size) for group in groups.values())
-    some, more = num_blocks(one), num_blocks(4 * one - 1)
-    assert {g: more[g] - some[g] for g in groups} == {
-        g: 2 * group.span.num_read_blocks(group.block_size) for g, group in groups.items()
-    }
-    assert all(some[g] == more[g] for g in some.keys() - groups.keys())
+    groups = config_of_states().snapshot_groups  # by default as many blocks for snapshots as for the rows
+    of_one = {g: group.span.num_read_blocks(group.block_size) for g, group in groups.items()}
+    num_bytes = sum(group.block_bytes * of_one[g] for g, group in groups.items())
+    for most, num in ((num_bytes, 1), (4 * num_bytes - 1, 3)):
+        counts = num_blocks(most)
+        assert {g: counts[g] - groups[g].num_blocks // 2 for g in groups} == {
+            g: num * of_one[g] for g in groups
+        }
 
 
 @pytest.mark.parametrize("is_end", [False, True])

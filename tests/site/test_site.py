@@ -37,7 +37,7 @@ def test_the_site_lists_every_page():
 
 
 def test_the_table_of_extras_has_all_and_what_they_bring():
-    """But for those of a clone alone."""
+    """But for the extras that a clone alone needs."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     table = re.findall(r"^\| `([\w-]+)` \| (.*?) \|", (ROOT / "docs" / "index.md").read_text(), re.MULTILINE)
     extras = {

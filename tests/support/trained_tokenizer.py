@@ -6,7 +6,7 @@ TEXT = "Ein Übermaß, naïve “quotes”, 日本語, 🙂 and 🙃.\n  Two  sp
 
 
 def byte_level_bpe():
-    """Like those of Llama 3, Qwen and Mistral's later models; a token may end within a character."""
+    """As Llama 3, Qwen and Mistral's later models have it; a token may end within a character."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
@@ -24,7 +24,7 @@ def byte_level_bpe():
 
 
 def byte_fallback_bpe():
-    """Like those of Llama 2 and Mistral's first: a mark before each word, bytes for strange characters."""
+    """As Llama 2 and Mistral's first have it: a mark before each word, bytes for strange characters."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdehnoqtuw, "]
     tokenizer = tokenizers.Tokenizer(
         tokenizers.models.BPE({piece: i for i, piece in enumerate(pieces)}, [], byte_fallback=True)
