@@ -29,7 +29,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from experiments.common import command
 from experiments.common.timing import show_records
@@ -46,7 +46,7 @@ ENDED, OVER = "ended", "its time was over"
 
 
 class Part(NamedTuple):
-    """A process.
+    """A process, or several at once that share the work.
 
     Attributes:
       name: For `--only`.
@@ -54,6 +54,7 @@ class Part(NamedTuple):
       arguments: Of `python -m`.
       limit_s: Seconds.
       flags: Of XLA, on GPUs.
+      num_processes: More than one where nothing is timed: what one of them loses is not lost to the others.
     """
 
     name: str
@@ -61,11 +62,12 @@ class Part(NamedTuple):
     arguments: tuple[str, ...]
     limit_s: float
     flags: str = ""
+    num_processes: int = 1
 
 
 _PARTS = "experiments.first_gpu_run.parts"
 PARTS = (
-    Part("kernels", "kernels against their references", (_PARTS, "kernels"), 75),
+    Part("kernels", "kernels against their references", (_PARTS, "kernels"), 75, num_processes=8),
     Part("stack", "step, layers in a stack", (_PARTS, "stack"), 50),
     Part("tuple", "step, layers in a tuple", (_PARTS, "tuple"), 50),
     Part("one graph", "step, layers in a tuple, loops in one graph", (_PARTS, "tuple"), 50, ONE_GRAPH),
@@ -138,32 +140,52 @@ def run_part(part: Part, options: argparse.Namespace, limit_s: float) -> dict[st
     folder = options.output or RESULTS
     if part.name == "speed":
         arguments += ["--output", str(folder), "--minutes", f"{max(limit_s - 15, 1) / 60:.2f}"]
-    printed = folder / f"first_gpu_run_{part.name.replace(' ', '_')}.unfinished"
-    with printed.open("w") as out, tempfile.TemporaryFile("w+") as said:
-        command_line = [sys.executable, "-m", *arguments]
-        process = subprocess.Popen(
-            command_line, stdout=out, stderr=said, env=environment, text=True, start_new_session=True
-        )
-        try:
-            status = process.wait(limit_s)
-            how = f"ended with exit status {status}" if status else ENDED
-        except subprocess.TimeoutExpired:
-            how = OVER
-        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-            os.killpg(process.pid, signal.SIGKILL)  # with what it started
-            process.wait(10)  # it may hang in the driver
-        said.seek(0)
-        lines = printed.read_text().splitlines()
-        printed.unlink()
-        return {
-            "name": part.name,
-            "title": part.title,
-            "flags": flags,
-            "how": how,
-            "seconds": time.monotonic() - start,
-            "said": said.read()[-2000:] if how != ENDED else "",
-            "found": [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")],
-        }
+    count = 1 if options.interpret else part.num_processes
+    shares = [["--share", f"{nth}/{count}"] for nth in range(count)] if count > 1 else [[]]
+    slug = part.name.replace(" ", "_")
+    with contextlib.ExitStack() as stack:
+        running = []
+        for nth, share in enumerate(shares):
+            printed = folder / f"first_gpu_run_{slug}_{nth}.unfinished"
+            out, said = (
+                stack.enter_context(printed.open("w")),
+                stack.enter_context(tempfile.TemporaryFile("w+")),
+            )
+            command_line = [sys.executable, "-m", *arguments, *share]
+            process = subprocess.Popen(
+                command_line, stdout=out, stderr=said, env=environment, text=True, start_new_session=True
+            )
+            running.append((process, printed, said))
+        ends = [_end(*each, limit_s - (time.monotonic() - start)) for each in running]
+    failed = [(how, said) for how, said, _ in ends if how != ENDED]
+    how, said = failed[0] if failed else (ENDED, "")
+    return {
+        "name": part.name,
+        "title": part.title,
+        "flags": flags,
+        "how": how,
+        "seconds": time.monotonic() - start,
+        "said": said,
+        "found": [json.loads(line) for *_, lines in ends for line in lines if line[:1] + line[-1:] == "{}"],
+    }
+
+
+def _end(
+    process: subprocess.Popen, printed: Path, said: IO[str], limit_s: float
+) -> tuple[str, str, list[str]]:
+    """Waits for a process, at most so long: how it ended, its last words, the lines that it printed."""
+    try:
+        status = process.wait(max(limit_s, 0))
+        how = f"ended with exit status {status}" if status else ENDED
+    except subprocess.TimeoutExpired:
+        how = OVER
+    with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+        os.killpg(process.pid, signal.SIGKILL)  # with what it started
+        process.wait(10)  # it may hang in the driver
+    said.seek(0)
+    lines = printed.read_text().splitlines()
+    printed.unlink()
+    return how, said.read()[-2000:], lines
 
 
 def records_of(report: dict[str, Any]) -> list[dict[str, Any]]:

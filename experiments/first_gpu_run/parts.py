@@ -1,6 +1,6 @@
 """The parts of `experiments.first_gpu_run`, each for a process of its own.
 
-    python -m experiments.first_gpu_run.parts PART [--interpret]
+    python -m experiments.first_gpu_run.parts PART [--share K/N] [--interpret]
 
 Prints a JSON object with `sides`, the records of each, for each contest as soon as it is over (see
 `experiments.kernel_speed.timing`), after one with the `environment`.
@@ -42,15 +42,13 @@ SECONDS = 2.0
 STACK, TUPLE = "layers in a stack", "layers in a tuple"
 
 
-def kernels(interpret: bool) -> Contests:
+def kernels(interpret: bool, share: int = 0, num_shares: int = 1) -> Contests:
     """Checks all named shapes of decoding, the merge and the movements; what is not to be read is NaN."""
-    for shape in DECODE_SHAPES[:1] if interpret else DECODE_SHAPES:
-        yield *_decode(shape, interpret), None
-    yield *_merge(interpret), None
     sizes = TINY_POOLS if interpret else Pools()
-    for make in move_makers(
-        sizes, (3,) if interpret else (1, 128), 2 if interpret else 512, interpret
-    ).values():
+    moves = move_makers(sizes, (3,) if interpret else (1, 128), 2 if interpret else 512, interpret)
+    shapes = DECODE_SHAPES[:1] if interpret else DECODE_SHAPES
+    decodes = (functools.partial(_decode, shape, interpret) for shape in shapes)
+    for make in [*decodes, functools.partial(_merge, interpret), *moves.values()][share::num_shares]:
         yield *make(), None
 
 
@@ -111,7 +109,7 @@ def serving(interpret: bool) -> Contests:
         yield Contest(title, 0, error_of, LOGPROB_TOLERANCE, 1), sides, None if interpret else SECONDS
 
 
-PARTS: dict[str, Callable[[bool], Contests]] = {
+PARTS: dict[str, Callable[..., Contests]] = {
     "kernels": kernels,
     "stack": functools.partial(steps, layers=STACK),
     "tuple": functools.partial(steps, layers=TUPLE),
@@ -197,12 +195,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser = Parser("experiments.first_gpu_run.parts", __doc__)
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--interpret", action="store_true", help="tiny, on the CPU")
+    parser.add_argument("--share", metavar="K/N", help="of kernels: the K-th share of N, K from 0")
     options: argparse.Namespace = parser.parse_args(arguments)
+    share = tuple(map(int, options.share.split("/"))) if options.share else ()
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     device = find_device(options.interpret)
     jax.config.update("jax_default_device", device)
     print(json.dumps({"environment": environment(device)}), flush=True)
-    for contest, sides, seconds in PARTS[options.part](options.interpret):
+    for contest, sides, seconds in PARTS[options.part](options.interpret, *share):
         records = compete(contest, sides, seconds)
         print(
             json.dumps({"name": contest.name, "num_bytes": contest.num_bytes, "sides": records}), flush=True
