@@ -99,7 +99,8 @@ def _forward(
       step: From `kv.extend`.
 
     Returns:
-      Logits f32[..., vocab_size], unspecified where there is no token, and the cache.
+      Logits f32[..., vocab_size], unspecified where there is no token, and the cache; logits of the tokens
+      that the step wants them of.
     """
     return decoder(tokens, cache, step)
 
@@ -133,7 +134,7 @@ class Decoder(nnx.Module):
         else:
             for layer, place, turn in zip(self.layers, self.config.cache_layers, turns, strict=True):
                 x, cache = layer(x, cache, place, step, turn)
-        x = self.norm(x)
+        x = self.norm(kv.decoding.for_logits(x, step))
         unembedding = self.embedding if self.config.tie_embeddings else self.unembedding
         unembedding = unembedding[...].astype(x.dtype)
         logits = jnp.einsum("...h,vh->...v", x, unembedding, preferred_element_type=jnp.float32)

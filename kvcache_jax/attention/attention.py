@@ -143,6 +143,10 @@ def _attend(
     implementation: str | None,
 ) -> tuple[Cache, AttentionOutput]:
     """Reads one layer; the pool is handed through (see `vjp.attend`)."""
+    if step.parts:
+        return _attend_by_parts(
+            cache, place, q, step, scale, soft_cap, sink_logits, return_lse, weights, implementation
+        )
     (group_id, layer, pool), config = place, cache.config
     group, plan = config.groups[group_id], step.plans[group_id]
     weights = jax.tree.map(jnp.asarray, weights)
@@ -175,6 +179,24 @@ def _attend(
     pool, out, lse = _read(call, pool, q, weights, sink_logits, block_table, plan, layer, num_queries)
     cache = storage.with_pool(cache, group_id, pool)
     return cache, (out, lse) if return_lse else out
+
+
+def _attend_by_parts(
+    cache: Cache, place: Place, q: jax.Array, step: Step, *options: Any
+) -> tuple[Cache, AttentionOutput]:
+    """Reads one layer for each part of a step, which cuts the queries `[tokens, 1, ...]` at static places."""
+    arguments.require_floats("q", q)
+    if q.ndim != 4 or q.shape[:2] != step.positions.shape:
+        raise ValueError(f"q has shape {q.shape}, expected {[*step.positions.shape]} and heads of a width")
+    first, outs = 0, []
+    for part in step.parts:
+        shape = part.positions.shape
+        part_q = q[first : first + part.positions.size].reshape(*shape, *q.shape[2:])
+        place = place._replace(pool=cache.pools[place.group_id])
+        cache, out = _attend(cache, place, part_q, part, *options)
+        outs.append(jax.tree.map(lambda x: x.reshape(-1, 1, *x.shape[2:]), out))
+        first += part.positions.size
+    return cache, jax.tree.map(lambda *parts: jnp.concatenate(parts), *outs)
 
 
 def _num_queries(step: Step, plan: AttentionPlan) -> int:

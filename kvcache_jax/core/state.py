@@ -396,6 +396,9 @@ class Step:
       follows: bool[n], the entry's tokens follow those of the entry before, in the same row; None where every
         row has one entry.
       shift: i32[tokens], by how many places the text is ahead of the row; None where no row hides tokens.
+      parts: Steps whose tokens, one after the other, are the rows of this one, `[tokens, 1]`; attention
+        computes each by the plans of its own. () where this step has plans.
+      logits_at: i32[m], the tokens, in their order here, whose logits are wanted; None for all.
     """
 
     status: jax.Array
@@ -409,6 +412,8 @@ class Step:
     config: CacheConfig
     shift: jax.Array | None = None
     follows: jax.Array | None = None
+    parts: tuple["Step", ...] = ()
+    logits_at: jax.Array | None = None
 
     @property
     def held(self) -> jax.Array:

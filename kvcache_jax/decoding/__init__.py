@@ -1,7 +1,7 @@
 """Loops for any model: generate, beam search, scoring, speculation."""
 
 from kvcache_jax.decoding.beam_search import Beam, BeamResult
-from kvcache_jax.decoding.forward import PreparedForward, prepared
+from kvcache_jax.decoding.forward import PreparedForward, for_logits, prepared
 from kvcache_jax.decoding.generate import GenerateResult
 from kvcache_jax.decoding.host import Generation, Snapshot
 from kvcache_jax.decoding.options import Drafts, SamplingParams, StopStrings, Watch
@@ -23,5 +23,6 @@ __all__ = [
     "Snapshot",
     "StopStrings",
     "Watch",
+    "for_logits",
     "prepared",
 ]

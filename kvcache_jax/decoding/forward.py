@@ -14,7 +14,9 @@ Forward = Callable[[Any, jax.Array, Cache, Step], tuple[jax.Array, Cache]]
 
 While tokens are decoded, the `n` rows of a step are rows of the cache, each once. While prompts are computed,
 they are pieces: a row of the cache may have several, one after the other, as `step.seq_ids` tells. A layer
-that carries a state along a row's tokens, beside `kv.attention`, must join them.
+that carries a state along a row's tokens, beside `kv.attention`, must join them. The engine computes both in
+one call where no layer has a window or a state: each token is a row then, and logits are wanted of few of
+them (`for_logits`).
 """
 
 
@@ -56,6 +58,17 @@ class PreparedForward:
 def prepared(forward: Forward, params: Any) -> Any:
     """Prepares parameters for a loop of steps where the model is a `PreparedForward`; else returns them."""
     return forward.prepare(params) if isinstance(forward, PreparedForward) else params
+
+
+def for_logits(hidden: jax.Array, step: Step) -> jax.Array:
+    """Selects the tokens of `hidden [n, T, width]` whose logits the caller of the model wants.
+
+    A model computes its logits from the result: all, or `[m, 1, width]` where `step.logits_at` names `m`
+    tokens. A model that computes all nevertheless is right, too.
+    """
+    if step.logits_at is None:
+        return hidden
+    return hidden.reshape(-1, 1, hidden.shape[-1])[step.logits_at]
 
 
 def width_of(result: Any, num_rows: int, num_tokens: int) -> int:

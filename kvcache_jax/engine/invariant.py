@@ -33,6 +33,7 @@ from kvcache_jax.attention.attention_plan import plan_attention
 from kvcache_jax.core.config import ceil_div
 from kvcache_jax.core.state import Cache, Step
 from kvcache_jax.engine.draw import note_prompts
+from kvcache_jax.engine.joined_step import by_token, tokens_by_row
 from kvcache_jax.engine.options import Options
 from kvcache_jax.engine.schedule import is_unusual, schedule
 from kvcache_jax.engine.state import EngineState
@@ -117,31 +118,7 @@ def _call(
 
 
 def _by_token(cache: Cache, tokens: jax.Array, step: Step, num_rows: int) -> tuple[jax.Array, Step]:
-    """Takes each token of a padded step `[n, T]` for a row of its own, and pads with empty rows."""
-    width = tokens.shape[1]
-    is_token = jnp.arange(width, dtype=jnp.int32)[None] < step.query_len[:, None]
-    is_first = jnp.arange(width, dtype=jnp.int32)[None] == 0
-    follows = jnp.zeros_like(step.query_len, bool) if step.follows is None else step.follows
-
-    def column(values: jax.Array, fill: int) -> jax.Array:
-        values = jnp.broadcast_to(values, is_token.shape).reshape(-1)
-        return jnp.pad(values, (0, num_rows - values.size), constant_values=fill)
-
-    query_len = column(is_token.astype(jnp.int32), 0)
-    positions = column(step.positions, 0)
-    pools = zip(cache.control.block_pools, cache.config.groups, strict=True)
-    nowhere = [pool.num_blocks * group.block_size for pool, group in pools]
-    step = dataclasses.replace(
-        step,
-        status=column(step.status[:, None], 0),
-        seq_ids=column(step.seq_ids[:, None], cache.max_seqs),
-        query_len=query_len,
-        context_len=positions + query_len,
-        positions=positions[:, None],
-        slots=tuple(column(slots, end)[:, None] for slots, end in zip(step.slots, nowhere, strict=True)),
-        follows=column(is_token & jnp.where(is_first, follows[:, None], True), False),
-    )
-    return column(tokens, 0)[:, None], step
+    return tokens_by_row(tokens, num_rows), by_token(cache, step, num_rows)
 
 
 def _part_of(prompts: PromptTokens, first: jax.Array, length: int) -> tuple[jax.Array, Step]:

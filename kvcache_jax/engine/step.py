@@ -17,6 +17,7 @@ from kvcache_jax.decoding.sampling import are_numbers
 from kvcache_jax.engine.admit import fork_samples, preempt
 from kvcache_jax.engine.draw import draw, next_tokens, note_prompts, write_down
 from kvcache_jax.engine.inputs import AdvanceInputs, asks_for, inputs_of
+from kvcache_jax.engine.joined_step import can_join, join, tokens_by_row, without_rows
 from kvcache_jax.engine.options import Options
 from kvcache_jax.engine.schedule import PromptPieces, is_unusual, schedule
 from kvcache_jax.engine.state import EngineState, Phase, count
@@ -48,8 +49,13 @@ class Model:
             slots = get_at(state.row_request, step.seq_ids, state.requests.num_slots)
             more["inputs"] = inputs_of(state.requests.inputs, slots)
         result = self.forward(params, tokens, cache, step, **more)
-        width_of(result, *tokens.shape)
-        return result
+        if step.logits_at is None:
+            width_of(result, *tokens.shape)
+            return result
+        is_selected = getattr(result[0], "shape", ())[:1] == step.logits_at.shape
+        width_of(result, *(step.logits_at if is_selected else tokens).shape[:1], 1)
+        logits, cache = result
+        return logits if is_selected else logits[step.logits_at], cache
 
     def process(self, params: Any, state: EngineState, logits: jax.Array) -> jax.Array:
         """Processes the logits f32[max_seqs, vocab] of the rows."""
@@ -120,14 +126,23 @@ def reserve_prompts(state: EngineState, plan: PromptPieces) -> tuple[EngineState
     return count(state, prefill_steps=(num_tokens > 0)[None], prefill_tokens=num_tokens), step
 
 
-def make_room(state: EngineState, options: Options) -> tuple[EngineState, jax.Array]:
+def make_room(
+    state: EngineState, options: Options, is_computing: jax.Array | None = None
+) -> tuple[EngineState, jax.Array]:
     """Forks samples of prompts that were computed, and reserves blocks for the rows' next tokens.
 
-    Masks the rows that go on without one, bool[max_seqs].
+    Masks the rows that go on without one, bool[max_seqs]. Rows that are `is_computing` bool[max_seqs] reserved
+    slots for tokens that the model is still to be called on.
     """
+    was_running = state.is_running
     state = fork_samples(state)
     state, is_stalled = preempt(state, options)
     wanted = ((state.num_to_compute > 0) & ~is_stalled).astype(jnp.int32)
+    if is_computing is not None:
+        # A copy of a block now would lack the tokens that are still to be computed.
+        copies = needs(state.cache.control, wanted, state.cache.config).copies.any(axis=0)
+        is_stalled |= copies & (is_computing | (state.is_running & ~was_running))
+        wanted = jnp.where(is_stalled, 0, wanted)
     return dataclasses.replace(state, cache=reserve(state.cache, wanted, 1)), is_stalled
 
 
@@ -201,17 +216,91 @@ def _publish(state: EngineState, is_good: jax.Array) -> EngineState:
     return state.with_control(control)
 
 
-def take_step(model: Model, params: Any, state: EngineState, options: Options) -> EngineState:
-    """Makes one step: every running row computes its next token, or a part of its prompt."""
+def take_steps(
+    model: Model,
+    params: Any,
+    state: EngineState,
+    goes_on: Callable[[EngineState], jax.Array],
+    options: Options,
+) -> EngineState:
+    """Makes a step; and ordinary ones after it, of next tokens alone, as long as `goes_on(state)`."""
+    none = jnp.zeros(state.cache.max_seqs, bool)
+    if not can_join(state.cache.config):
+        return _step_by_two_calls(model, params, state, none, options)
 
-    def rare(carry):
-        state, _ = carry
-        state, plan = schedule(state, options)
+    def rare(carry: tuple) -> tuple:
+        state, plan = schedule(carry[0], options)
+        state, step = reserve_prompts(state, plan)
+        rows = jnp.where(plan.num_tokens > 0, plan.rows, none.size)
+        state, is_stalled = make_room(state, options, set_at(none, rows, True))
+        prompts = plan.tokens, without_rows(state.cache, step, state.is_running)
+
+        def compute(carry: tuple) -> tuple:
+            state, is_stalled, _ = carry
+            return (
+                _step_with_prompts(model, params, state, is_stalled, prompts, options),
+                none,
+                jnp.bool_(True),
+            )
+
+        return run_if((plan.num_tokens > 0).any(), compute, (state, is_stalled, carry[2]))
+
+    def ordinary(carry: tuple) -> tuple:
+        state, is_stalled, _ = carry
+        return _ordinary_step(model, params, state, is_stalled, options), none, jnp.bool_(True)
+
+    def continues(carry: tuple) -> jax.Array:
+        state, _, is_done = carry
+        return ~is_done | (goes_on(state) & ~is_unusual(state))
+
+    carry = run_if(is_unusual(state), rare, (state, none, jnp.bool_(False)))
+    return lax.while_loop(continues, ordinary, carry)[0]
+
+
+def _step_with_prompts(
+    model: Model,
+    params: Any,
+    state: EngineState,
+    is_stalled: jax.Array,
+    prompts: tuple[jax.Array, Step],
+    options: Options,
+) -> EngineState:
+    """Computes pieces of prompts and the rows' next tokens by one call of the model, and draws."""
+    state, tokens, step = reserve_next(state, is_stalled, options)
+    prompts = prompts[0], plan_attention(state.cache, prompts[1])
+    joined = join(state.cache, prompts, (tokens, step))
+    if options.prompt_logprobs:
+        joined = dataclasses.replace(joined, logits_at=None)
+    all_tokens = jnp.concatenate([tokens_by_row(each, each.size) for each in (prompts[0], tokens)])
+    logits, cache = model.call(params, state, all_tokens, state.cache, joined)
+    state = dataclasses.replace(state, cache=cache)
+    if options.prompt_logprobs:
+        num_before, width = prompts[0].size, logits.shape[-1]
+        of_prompts = logits[:num_before].reshape(*prompts[0].shape, width)
+        logits = logits[num_before:].reshape(*tokens.shape, width)
+        state = note_prompts(note_prompts(state, prompts[1], of_prompts), step, logits)
+    logits = logits.reshape(*tokens.shape, -1)
+    return draw_next(model, params, state, step, tokens, logits, options)
+
+
+def _step_by_two_calls(
+    model: Model, params: Any, state: EngineState, none: jax.Array, options: Options
+) -> EngineState:
+    """Makes one step, prompts before the next tokens, where one call cannot do both."""
+
+    def rare(carry: tuple) -> tuple:
+        state, plan = schedule(carry[0], options)
         state = _compute_prompts(model, params, state, plan, options)
         return make_room(state, options)
 
-    none = jnp.zeros(state.cache.max_seqs, bool)
     state, is_stalled = run_if(is_unusual(state), rare, (state, none))
+    return _ordinary_step(model, params, state, is_stalled, options)
+
+
+def _ordinary_step(
+    model: Model, params: Any, state: EngineState, is_stalled: jax.Array, options: Options
+) -> EngineState:
+    """Computes the rows' next tokens, and draws."""
     state, tokens, step = reserve_next(state, is_stalled, options)
     logits, cache = model.call(params, state, tokens, state.cache, step)
     state = dataclasses.replace(state, cache=cache)

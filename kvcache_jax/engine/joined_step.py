@@ -1,0 +1,76 @@
+"""Calls of the model as one: each token a row of its own, attention by the plans of the calls."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from kvcache_jax.core.config import CacheConfig
+from kvcache_jax.core.state import Cache, Step
+
+
+def can_join(config: CacheConfig) -> bool:
+    """Tests whether prompts and next tokens of a row can be stored by one step.
+
+    A window takes back blocks for a row's next token that its prompt's tokens still read, and states are
+    computed in the order of tokens.
+    """
+    return all(group.span.keeps_all for group in config.groups)
+
+
+def join(cache: Cache, prompts: tuple[jax.Array, Step], following: tuple[jax.Array, Step]) -> Step:
+    """Joins two calls, each tokens i32[n, T] and their padded step with plans; logits are of the second's.
+
+    Returns:
+      The step of all tokens, rows of one each; see `tokens_of`.
+    """
+    parts = prompts[1], following[1]
+    steps = [by_token(cache, step, step.positions.size) for step in parts]
+    step: Step = jax.tree.map(lambda *columns: jnp.concatenate(columns), *steps)
+    num_before, num_tokens = prompts[0].size, step.positions.size
+    logits_at = jnp.arange(num_before, num_tokens, dtype=jnp.int32)
+    return dataclasses.replace(step, parts=parts, logits_at=logits_at)
+
+
+def by_token(cache: Cache, step: Step, num_rows: int) -> Step:
+    """Takes each token of a padded step `[n, T]` for a row of its own, without plans; pads with empty rows."""
+    width = step.positions.shape[1]
+    is_token = jnp.arange(width, dtype=jnp.int32)[None] < step.query_len[:, None]
+    is_first = jnp.arange(width, dtype=jnp.int32)[None] == 0
+    follows = jnp.zeros_like(step.query_len, bool) if step.follows is None else step.follows
+
+    def column(values: jax.Array, fill: int) -> jax.Array:
+        values = jnp.broadcast_to(values, is_token.shape).reshape(-1)
+        return jnp.pad(values, (0, num_rows - values.size), constant_values=fill)
+
+    query_len = column(is_token.astype(jnp.int32), 0)
+    positions = column(step.positions, 0)
+    pools = zip(cache.control.block_pools, cache.config.groups, strict=True)
+    nowhere = [pool.num_blocks * group.block_size for pool, group in pools]
+    return dataclasses.replace(
+        step,
+        status=column(step.status[:, None], 0),
+        seq_ids=column(step.seq_ids[:, None], cache.max_seqs),
+        query_len=query_len,
+        context_len=positions + query_len,
+        positions=positions[:, None],
+        slots=tuple(column(slots, end)[:, None] for slots, end in zip(step.slots, nowhere, strict=True)),
+        follows=column(is_token & jnp.where(is_first, follows[:, None], True), False),
+        plans=(),
+    )
+
+
+def tokens_by_row(tokens: jax.Array, num_rows: int) -> jax.Array:
+    """Lays tokens i32[n, T] out as rows of one each, i32[num_rows, 1]."""
+    flat = tokens.reshape(-1)
+    return jnp.pad(flat, (0, num_rows - flat.size))[:, None]
+
+
+def without_rows(cache: Cache, step: Step, is_left: jax.Array) -> Step:
+    """Leaves out of a padded step, without plans, the rows that are not in `is_left` bool[max_seqs]."""
+    stays = jnp.append(is_left, False)[step.seq_ids]
+    pools = zip(step.slots, cache.control.block_pools, cache.config.groups, strict=True)
+    slots = tuple(
+        jnp.where(stays[:, None], slots, pool.num_blocks * group.block_size) for slots, pool, group in pools
+    )
+    return dataclasses.replace(step, query_len=jnp.where(stays, step.query_len, 0), slots=slots)
