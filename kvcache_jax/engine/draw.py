@@ -17,6 +17,14 @@ from kvcache_jax.engine.state import NO_TOKEN, OF_PROMPT, EngineState, Finish, P
 from kvcache_jax.operations.truncate import truncate_rows
 
 
+class Computed(NamedTuple):
+    """The next tokens that a step computed, and the model's logits after them."""
+
+    tokens: jax.Array  # i32[max_seqs, width]
+    num_tokens: jax.Array  # i32[max_seqs], how many of them count
+    logits: jax.Array  # [max_seqs, width, vocab], floats
+
+
 class Drawn(NamedTuple):
     """The tokens drawn for each row in one step."""
 
@@ -65,16 +73,12 @@ def next_tokens(state: EngineState, wanted: jax.Array, options: Options) -> tupl
     return jnp.where(place < num_new[:, None], tokens, 0), num_new
 
 
-def draw(
-    state: EngineState, step: Step, logits: jax.Array, tokens: jax.Array, options: Options
-) -> tuple[EngineState, Drawn]:
-    """Draws the next token of rows that computed all they know; takes back drafts that were not accepted.
-
-    The `logits` f32[max_seqs, width, vocab] are of the `tokens` i32[max_seqs, width] that a step computed.
-    """
+def draw(state: EngineState, computed: Computed, options: Options) -> tuple[EngineState, Drawn]:
+    """Draws the next token of rows that computed all they know; takes back drafts that were not accepted."""
+    logits = computed.logits
     # A row draws only when all its known tokens are computed: earlier parts of a prompt draw nothing.
-    is_there = (step.query_len > 0) & (state.cache.context_len >= state.row_length) & state.is_running
-    num_silent = jnp.sum(jnp.where(is_there, 0, step.query_len), dtype=jnp.int32)
+    is_there = (computed.num_tokens > 0) & (state.cache.context_len >= state.row_length) & state.is_running
+    num_silent = jnp.sum(jnp.where(is_there, 0, computed.num_tokens), dtype=jnp.int32)
     state = count(state, prefill_tokens=num_silent)
     if options.num_drafts == 0:
         token, logprob = sample(logits[:, 0], row_sampling(state), state.row_length)
@@ -84,23 +88,19 @@ def draw(
         failure = jnp.where(is_there & ~is_drawn, _failure_of(logits[:, 0]), Finish.NOT_YET)
         drawn = token[:, None], logprob[:, None], num_tokens, failure
         return state, Drawn(*drawn, _tops(logits, options))
-    return _draw_after_drafts(state, step, logits, tokens, is_there, options)
+    return _draw_after_drafts(state, computed, is_there, options)
 
 
 def _draw_after_drafts(
-    state: EngineState,
-    step: Step,
-    logits: jax.Array,
-    tokens: jax.Array,
-    is_there: jax.Array,
-    options: Options,
+    state: EngineState, computed: Computed, is_there: jax.Array, options: Options
 ) -> tuple[EngineState, Drawn]:
     """Accepts drafts as far as they are the tokens that would have been drawn."""
+    tokens, num_tokens, logits = computed
     max_seqs, width, _ = logits.shape
     order = jnp.arange(width, dtype=jnp.int32)
     # A row computes at least one known token before its drafts: the first logits that are drawn from.
     num_drafts = jnp.where(is_there, state.cache.context_len - state.row_length, 0)
-    last_known = jnp.maximum(step.query_len - num_drafts - 1, 0)
+    last_known = jnp.maximum(num_tokens - num_drafts - 1, 0)
     place = jnp.minimum(last_known[:, None] + order[None], width - 1)
     logits = jnp.take_along_axis(logits, place[..., None], axis=1)
     drafts = jnp.take_along_axis(tokens, jnp.minimum(place + 1, width - 1), axis=1)[:, :-1]

@@ -32,8 +32,8 @@ from kvcache_jax.arrays.masked_updates import num_true, run_if
 from kvcache_jax.attention.attention_plan import plan_attention
 from kvcache_jax.core.config import ceil_div
 from kvcache_jax.core.state import Cache, Step
-from kvcache_jax.engine.draw import note_prompts
-from kvcache_jax.engine.joined_step import by_token, tokens_by_row
+from kvcache_jax.engine.draw import Computed, note_prompts
+from kvcache_jax.engine.joined_step import by_token
 from kvcache_jax.engine.options import Options
 from kvcache_jax.engine.schedule import is_unusual, schedule
 from kvcache_jax.engine.state import EngineState
@@ -106,7 +106,8 @@ def take_invariant_step(model: Model, params: Any, state: EngineState, options: 
     state, _, following, logits, _ = lax.while_loop(lambda carry: carry[4] <= carry[1].num_parts, call, carry)
     shape = following.tokens.shape
     logits = logits[: following.tokens.size].reshape(*shape, -1)
-    return draw_next(model, params, state, following.step, following.tokens, logits, options)
+    computed = Computed(following.tokens, following.step.query_len, logits)
+    return draw_next(model, params, state, computed, options)
 
 
 def _call(
@@ -118,7 +119,8 @@ def _call(
 
 
 def _by_token(cache: Cache, tokens: jax.Array, step: Step, num_rows: int) -> tuple[jax.Array, Step]:
-    return tokens_by_row(tokens, num_rows), by_token(cache, step, num_rows)
+    tokens = jnp.pad(tokens.reshape(-1), (0, num_rows - tokens.size))[:, None]
+    return tokens, by_token(cache, step, num_rows)
 
 
 def _part_of(prompts: PromptTokens, first: jax.Array, length: int) -> tuple[jax.Array, Step]:

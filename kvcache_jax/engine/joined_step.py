@@ -18,22 +18,16 @@ def can_join(config: CacheConfig) -> bool:
     return all(group.span.keeps_all for group in config.groups)
 
 
-def join(cache: Cache, prompts: tuple[jax.Array, Step], following: tuple[jax.Array, Step]) -> Step:
-    """Joins two calls, each tokens i32[n, T] and their padded step with plans; logits are of the second's.
-
-    Returns:
-      The step of all tokens, rows of one each; see `tokens_of`.
-    """
-    parts = prompts[1], following[1]
-    steps = [by_token(cache, step, step.positions.size) for step in parts]
+def join(cache: Cache, prompts: Step, following: Step) -> Step:
+    """Joins two padded steps with plans to one of rows of a token; logits are wanted of the second's."""
+    steps = [by_token(cache, step, step.positions.size) for step in (prompts, following)]
     step: Step = jax.tree.map(lambda *columns: jnp.concatenate(columns), *steps)
-    num_before, num_tokens = prompts[0].size, step.positions.size
-    logits_at = jnp.arange(num_before, num_tokens, dtype=jnp.int32)
-    return dataclasses.replace(step, parts=parts, logits_at=logits_at)
+    logits_at = jnp.arange(prompts.positions.size, step.positions.size, dtype=jnp.int32)
+    return dataclasses.replace(step, parts=(prompts, following), logits_at=logits_at)
 
 
 def by_token(cache: Cache, step: Step, num_rows: int) -> Step:
-    """Takes each token of a padded step `[n, T]` for a row of its own, without plans; pads with empty rows."""
+    """Takes each token of a padded step for a row of its own, without plans; pads with empty rows."""
     width = step.positions.shape[1]
     is_token = jnp.arange(width, dtype=jnp.int32)[None] < step.query_len[:, None]
     is_first = jnp.arange(width, dtype=jnp.int32)[None] == 0
@@ -58,12 +52,6 @@ def by_token(cache: Cache, step: Step, num_rows: int) -> Step:
         follows=column(is_token & jnp.where(is_first, follows[:, None], True), False),
         plans=(),
     )
-
-
-def tokens_by_row(tokens: jax.Array, num_rows: int) -> jax.Array:
-    """Lays tokens i32[n, T] out as rows of one each, i32[num_rows, 1]."""
-    flat = tokens.reshape(-1)
-    return jnp.pad(flat, (0, num_rows - flat.size))[:, None]
 
 
 def without_rows(cache: Cache, step: Step, is_left: jax.Array) -> Step:

@@ -29,7 +29,7 @@ from kvcache_jax.engine.state import (
     count,
     note_in_outbox,
 )
-from kvcache_jax.engine.step import Model, take_steps
+from kvcache_jax.engine.step import Model, take_step
 
 _NEWS = EngineCounter.FINISHED, EngineCounter.FIRST_TOKENS
 
@@ -83,19 +83,20 @@ def run_dispatch(
     state = _take_in(model, params, state, inbox)
     most = options.most_entries(state.cache.max_seqs)
 
-    def goes_on(state: EngineState) -> jax.Array:
+    def goes_on(loop: tuple[EngineState, jax.Array]) -> jax.Array:
+        state, num_steps = loop
         has_room = state.outbox_len + most <= state.outbox.shape[0]
         has_news = [state.counters[event] != before[event] for event in _NEWS]
         most_steps = jnp.where(has_news[0] | has_news[1], length[0], length[1])
-        num_steps = (state.counters[EngineCounter.STEPS] - before[EngineCounter.STEPS]).astype(jnp.int32)
         return (num_steps < most_steps) & state.has_work & has_room
 
-    def step(state: EngineState) -> EngineState:
-        if options.batch_invariant:
-            return take_invariant_step(model, params, state, options)
-        return take_steps(model, params, state, goes_on, options)
+    def step(loop: tuple[EngineState, jax.Array]) -> tuple[EngineState, jax.Array]:
+        state, num_steps = loop
+        take = take_invariant_step if options.batch_invariant else take_step
+        return take(model, params, state, options), num_steps + 1
 
-    state = finish(lax.while_loop(goes_on, step, state))
+    state, _ = lax.while_loop(goes_on, step, (state, jnp.zeros_like(length[0])))
+    state = finish(state)
     return state, _report(state)
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,9 @@ from kvcache_jax.decoding.forward import Forward, width_of
 from kvcache_jax.decoding.prefill import padded_step
 from kvcache_jax.decoding.sampling import are_numbers
 from kvcache_jax.engine.admit import fork_samples, preempt
-from kvcache_jax.engine.draw import draw, next_tokens, note_prompts, write_down
+from kvcache_jax.engine.draw import Computed, draw, next_tokens, note_prompts, write_down
 from kvcache_jax.engine.inputs import AdvanceInputs, asks_for, inputs_of
-from kvcache_jax.engine.joined_step import can_join, join, tokens_by_row, without_rows
+from kvcache_jax.engine.joined_step import can_join, join, without_rows
 from kvcache_jax.engine.options import Options
 from kvcache_jax.engine.schedule import PromptPieces, is_unusual, schedule
 from kvcache_jax.engine.state import EngineState, Phase, count
@@ -30,6 +30,17 @@ ProcessLogits = Callable[..., jax.Array]
 
 A parameter `inputs` is handed each row's, `params` the model's.
 """
+
+
+NEXT_TOKENS, WITH_PROMPTS = "kvcache.next_tokens", "kvcache.with_prompts"
+"""Names of the loops, of one trip or none, around steps without and with prompts, in compiled programs."""
+
+
+class Prompts(NamedTuple):
+    """Pieces of prompts, i32[P, T], and the padded step that reserved slots for them, without plans."""
+
+    tokens: jax.Array
+    step: Step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,8 +142,8 @@ def make_room(
 ) -> tuple[EngineState, jax.Array]:
     """Forks samples of prompts that were computed, and reserves blocks for the rows' next tokens.
 
-    Masks the rows that go on without one, bool[max_seqs]. Rows that are `is_computing` bool[max_seqs] reserved
-    slots for tokens that the model is still to be called on.
+    Masks the rows that go on without one, bool[max_seqs]. For rows that are `is_computing` bool[max_seqs] the
+    model is still to be called on the tokens that they have last.
     """
     was_running = state.is_running
     state = fork_samples(state)
@@ -167,20 +178,15 @@ def reserve_next(
 
 
 def draw_next(
-    model: Model,
-    params: Any,
-    state: EngineState,
-    step: Step,
-    tokens: jax.Array,
-    logits: jax.Array,
-    options: Options,
+    model: Model, params: Any, state: EngineState, computed: Computed, options: Options
 ) -> EngineState:
     """Draws the tokens after the next ones from their logits, and publishes full blocks."""
-    logits = logits.astype(jnp.float32)
+    logits = computed.logits.astype(jnp.float32)
     if model.process_logits is not None:
         logits = _processed(model.process(params, state, logits[:, 0]), logits[:, 0])
-    is_good = _all_numbers(logits, step)
-    state, drawn = draw(state, step, logits, tokens, options)
+    computed = computed._replace(logits=logits)
+    is_good = _all_numbers(computed)
+    state, drawn = draw(state, computed, options)
     slots = jnp.where(drawn.num_tokens > 0, state.row_request, state.requests.num_slots)
     state = model.advanced(params, write_down(state, drawn, options), slots, drawn.tokens[:, 0])
     return _publish(state, is_good)
@@ -198,11 +204,11 @@ def _processed(processed: Any, logits: jax.Array) -> jax.Array:
     return processed.astype(jnp.float32)[:, None]
 
 
-def _all_numbers(logits: jax.Array, step: Step) -> jax.Array:
+def _all_numbers(computed: Computed) -> jax.Array:
     """Masks the rows whose tokens of this step have logits that are numbers, bool[max_seqs]; no idle rows."""
-    order = jnp.arange(logits.shape[1], dtype=jnp.int32)[None]
-    is_good = are_numbers(logits) | (order >= step.query_len[:, None])
-    return is_good.all(axis=1) & (step.query_len > 0)
+    order = jnp.arange(computed.tokens.shape[1], dtype=jnp.int32)[None]
+    is_good = are_numbers(computed.logits) | (order >= computed.num_tokens[:, None])
+    return is_good.all(axis=1) & (computed.num_tokens > 0)
 
 
 def _publish(state: EngineState, is_good: jax.Array) -> EngineState:
@@ -216,97 +222,88 @@ def _publish(state: EngineState, is_good: jax.Array) -> EngineState:
     return state.with_control(control)
 
 
-def take_steps(
-    model: Model,
-    params: Any,
-    state: EngineState,
-    goes_on: Callable[[EngineState], jax.Array],
-    options: Options,
-) -> EngineState:
-    """Makes a step; and ordinary ones after it, of next tokens alone, as long as `goes_on(state)`."""
+def take_step(model: Model, params: Any, state: EngineState, options: Options) -> EngineState:
+    """Makes one step: every running row computes its next token, or a part of its prompt."""
+    take = _step_in_one_call if can_join(state.cache.config) else _step_in_two_calls
+    return take(model, params, state, options)
+
+
+def _step_in_one_call(model: Model, params: Any, state: EngineState, options: Options) -> EngineState:
+    """Makes a step that calls the model on prompts and next tokens at once; without prompts on few tokens."""
     none = jnp.zeros(state.cache.max_seqs, bool)
-    if not can_join(state.cache.config):
-        return _step_by_two_calls(model, params, state, none, options)
+
+    def compute_next(carry: tuple) -> tuple:
+        state, is_stalled, _, _ = carry
+        return *_compute_next(model, params, state, is_stalled, options), jnp.bool_(True)
 
     def rare(carry: tuple) -> tuple:
         state, plan = schedule(carry[0], options)
         state, step = reserve_prompts(state, plan)
-        rows = jnp.where(plan.num_tokens > 0, plan.rows, none.size)
-        state, is_stalled = make_room(state, options, set_at(none, rows, True))
-        prompts = plan.tokens, without_rows(state.cache, step, state.is_running)
+        is_computing = set_at(none, jnp.where(plan.num_tokens > 0, plan.rows, none.size), True)
+        state, is_stalled = make_room(state, options, is_computing)
+        prompts = Prompts(plan.tokens, without_rows(state.cache, step, state.is_running))
 
-        def compute(carry: tuple) -> tuple:
-            state, is_stalled, _ = carry
-            return (
-                _step_with_prompts(model, params, state, is_stalled, prompts, options),
-                none,
-                jnp.bool_(True),
-            )
+        def compute_all(carry: tuple) -> tuple:
+            state, is_stalled, _, _ = carry
+            return *_compute_all(model, params, state, is_stalled, prompts, options), jnp.bool_(True)
 
-        return run_if((plan.num_tokens > 0).any(), compute, (state, is_stalled, carry[2]))
+        with jax.named_scope(WITH_PROMPTS):
+            return run_if(is_computing.any(), compute_all, (state, is_stalled, *carry[2:]))
 
-    def ordinary(carry: tuple) -> tuple:
-        state, is_stalled, _ = carry
-        return _ordinary_step(model, params, state, is_stalled, options), none, jnp.bool_(True)
-
-    def continues(carry: tuple) -> jax.Array:
-        state, _, is_done = carry
-        return ~is_done | (goes_on(state) & ~is_unusual(state))
-
-    carry = run_if(is_unusual(state), rare, (state, none, jnp.bool_(False)))
-    return lax.while_loop(continues, ordinary, carry)[0]
+    start = jax.tree.map(
+        lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(compute_next, (state, none, None, None))[2]
+    )
+    with jax.named_scope(WITH_PROMPTS):
+        carry = run_if(is_unusual(state), rare, (state, none, start, jnp.bool_(False)))
+    with jax.named_scope(NEXT_TOKENS):
+        state, _, computed, _ = run_if(~carry[3], compute_next, carry)
+    return draw_next(model, params, state, computed, options)
 
 
-def _step_with_prompts(
-    model: Model,
-    params: Any,
-    state: EngineState,
-    is_stalled: jax.Array,
-    prompts: tuple[jax.Array, Step],
-    options: Options,
-) -> EngineState:
-    """Computes pieces of prompts and the rows' next tokens by one call of the model, and draws."""
-    state, tokens, step = reserve_next(state, is_stalled, options)
-    prompts = prompts[0], plan_attention(state.cache, prompts[1])
-    joined = join(state.cache, prompts, (tokens, step))
-    if options.prompt_logprobs:
-        joined = dataclasses.replace(joined, logits_at=None)
-    all_tokens = jnp.concatenate([tokens_by_row(each, each.size) for each in (prompts[0], tokens)])
-    logits, cache = model.call(params, state, all_tokens, state.cache, joined)
-    state = dataclasses.replace(state, cache=cache)
-    if options.prompt_logprobs:
-        num_before, width = prompts[0].size, logits.shape[-1]
-        of_prompts = logits[:num_before].reshape(*prompts[0].shape, width)
-        logits = logits[num_before:].reshape(*tokens.shape, width)
-        state = note_prompts(note_prompts(state, prompts[1], of_prompts), step, logits)
-    logits = logits.reshape(*tokens.shape, -1)
-    return draw_next(model, params, state, step, tokens, logits, options)
-
-
-def _step_by_two_calls(
-    model: Model, params: Any, state: EngineState, none: jax.Array, options: Options
-) -> EngineState:
-    """Makes one step, prompts before the next tokens, where one call cannot do both."""
+def _step_in_two_calls(model: Model, params: Any, state: EngineState, options: Options) -> EngineState:
+    """Makes a step that calls the model on prompts, and then on the next tokens."""
 
     def rare(carry: tuple) -> tuple:
         state, plan = schedule(carry[0], options)
         state = _compute_prompts(model, params, state, plan, options)
         return make_room(state, options)
 
+    none = jnp.zeros(state.cache.max_seqs, bool)
     state, is_stalled = run_if(is_unusual(state), rare, (state, none))
-    return _ordinary_step(model, params, state, is_stalled, options)
+    state, _, computed = _compute_next(model, params, state, is_stalled, options)
+    return draw_next(model, params, state, computed, options)
 
 
-def _ordinary_step(
+def _compute_next(
     model: Model, params: Any, state: EngineState, is_stalled: jax.Array, options: Options
-) -> EngineState:
-    """Computes the rows' next tokens, and draws."""
+) -> tuple[EngineState, jax.Array, Computed]:
+    """Computes the rows' next tokens."""
     state, tokens, step = reserve_next(state, is_stalled, options)
     logits, cache = model.call(params, state, tokens, state.cache, step)
     state = dataclasses.replace(state, cache=cache)
     if options.prompt_logprobs:
         state = note_prompts(state, step, logits)
-    return draw_next(model, params, state, step, tokens, logits, options)
+    return state, is_stalled, Computed(tokens, step.query_len, logits)
+
+
+def _compute_all(
+    model: Model, params: Any, state: EngineState, is_stalled: jax.Array, prompts: Prompts, options: Options
+) -> tuple[EngineState, jax.Array, Computed]:
+    """Computes pieces of prompts and the rows' next tokens."""
+    state, tokens, step = reserve_next(state, is_stalled, options)
+    of_prompts = plan_attention(state.cache, prompts.step)
+    joined = join(state.cache, of_prompts, step)
+    if options.prompt_logprobs:
+        joined = dataclasses.replace(joined, logits_at=None)
+    all_tokens = jnp.concatenate([x.reshape(-1, 1) for x in (prompts.tokens, tokens)])
+    logits, cache = model.call(params, state, all_tokens, state.cache, joined)
+    state = dataclasses.replace(state, cache=cache)
+    if options.prompt_logprobs:
+        of_all, num_before = logits, prompts.tokens.size
+        logits = of_all[num_before:]
+        state = note_prompts(state, of_prompts, of_all[:num_before].reshape(*prompts.tokens.shape, -1))
+        state = note_prompts(state, step, logits.reshape(*tokens.shape, -1))
+    return state, is_stalled, Computed(tokens, step.query_len, logits.reshape(*tokens.shape, -1))
 
 
 def _compute_prompts(

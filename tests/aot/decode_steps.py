@@ -4,7 +4,8 @@
     python -m tests.aot.decode_steps engine          # those with one of these words in their names
     python -m tests.aot.decode_steps --markdown      # the table for docs/measured.md
 
-A step is one trip of a loop of your own, of `kv.generate`'s, or an ordinary one of the engine's, of 8 rows.
+A step is one trip of a loop of your own, of `kv.generate`'s, or of the engine's, of 8 rows: an ordinary one,
+or one that computes pieces of prompts beside the rows' next tokens.
 The layers are in stacks, or each by itself, as `models/` decodes on GPUs; the limits are for these.
 
 `waits` are those of a program as XLA runs it by default, which records all but loops as CUDA graphs. `driven`
@@ -33,6 +34,7 @@ from flax import nnx
 from jax import lax
 
 import kvcache_jax as kv
+from kvcache_jax.engine.step import NEXT_TOKENS, WITH_PROMPTS
 from models.decoder import Decoder, DecoderConfig, cache_config, forward, unstacked
 from models.rope import Rope
 from tests.aot import h200
@@ -106,6 +108,7 @@ class DecodeStep:
       config: Options of the cache.
       limits: See `Limits`; None where there are none.
       compiler_options: For XLA, beyond its defaults.
+      part: Of the engine's step, the scope of the loops that it takes.
     """
 
     loop: str
@@ -115,6 +118,7 @@ class DecodeStep:
     config: Mapping[str, Any] = MappingProxyType({})
     limits: Limits | None = None
     compiler_options: Mapping[str, Any] = MappingProxyType({})
+    part: str = NEXT_TOKENS
 
     @property
     def name(self) -> str:
@@ -159,13 +163,14 @@ def _own_loop_arguments(config: kv.CacheConfig, decoder: Decoder) -> tuple:
 STACK, SINGLE, STACK_BY_CUBLAS = "stack", "single", "stack, two flags"
 _OWN = functools.partial(DecodeStep, "your own loop", function=own_loop, arguments=_own_loop_arguments)
 _GENERATE = functools.partial(DecodeStep, "generate", function=decode, arguments=decode_arguments)
-_ENGINE = functools.partial(
+_SERVE = functools.partial(
     DecodeStep,
-    "engine",
     function=serve,
     arguments=serve_arguments,
     config=MappingProxyType({"enable_prefix_caching": True}),
 )
+_ENGINE = functools.partial(_SERVE, "engine")
+_PROMPTS = functools.partial(_SERVE, "engine, 256 tokens of prompts", part=WITH_PROMPTS)
 STEPS = (
     _OWN(STACK),
     _OWN(STACK_BY_CUBLAS, compiler_options=MappingProxyType(BY_CUBLAS)),
@@ -174,6 +179,7 @@ STEPS = (
     _GENERATE(SINGLE, limits=Limits(launches=312)),
     _ENGINE(STACK),
     _ENGINE(SINGLE, limits=Limits(launches=338)),
+    _PROMPTS(SINGLE, limits=Limits(launches=560)),
 )
 
 
@@ -224,7 +230,7 @@ def compile_step(name: str, folder: pathlib.Path) -> StepCost:
         times.append(time.process_time())
         compiled = lowered.compile(compiler_options=dict(step.compiler_options))
         times.append(time.process_time())
-    counts = step_counts(compiled.as_text())
+    counts = step_counts(compiled.as_text(), step.part)
     (thunks,) = folder.glob("*.thunk_sequence_after_thunk_passes.txt")
     return StepCost(
         counts.launches,

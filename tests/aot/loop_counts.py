@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from kvcache_jax.engine.step import NEXT_TOKENS
 from tests.aot.hlo_program import HloProgram, Instruction, parse_hlo
 from tests.aot.traffic import traffic_of
 
@@ -84,30 +85,33 @@ def compiled_counts(hlo: str, is_loop: bool = False, is_ordinary: bool = False) 
     Args:
       hlo: What `jax.stages.Compiled.as_text()` returns.
       is_loop: Whether what counts is one trip of the program's outer loops of unknown trips.
-      is_ordinary: Whether the loops of unknown trips within it make none, as in an ordinary step.
+      is_ordinary: Whether the loops of unknown trips within it make none, as in an ordinary step, but for the
+        engine's loop around the next tokens.
 
     Raises:
       ValueError: The text names no entry.
     """
     program = parse_hlo(hlo)
-    return _counts_of(program, program.entry, is_loop, is_ordinary)
+    return _counts_of(program, program.entry, is_loop, NEXT_TOKENS if is_ordinary else None)
 
 
-def step_counts(hlo: str) -> LoopCounts:
+def step_counts(hlo: str, taken: str = NEXT_TOKENS) -> LoopCounts:
     """Counts one trip of the program's outer loop of unknown trips that moves most bytes.
 
-    Loops of unknown trips within it make none, as in an ordinary step.
+    Loops of unknown trips within it make none, as in an ordinary step, but for those of the scope `taken`.
     """
     program = parse_hlo(hlo)
     loops = [each for each in program.computations[program.entry].values() if each.opcode == "while"]
     bodies = [each.called("body")[0] for each in loops if each.num_trips is None]
-    counts = [_counts_of(program, body, is_ordinary=True) for body in bodies]
+    counts = [_counts_of(program, body, taken=taken) for body in bodies]
     return max(counts, key=lambda count: count.read_bytes)
 
 
 def _counts_of(
-    program: HloProgram, computation: str, is_loop: bool = False, is_ordinary: bool = False
+    program: HloProgram, computation: str, is_loop: bool = False, taken: str | None = None
 ) -> LoopCounts:
+    """Counts in a computation; of loops of unknown trips none is made if a scope is `taken`, but its own."""
+
     def count(name: str, is_opened: bool = False) -> LoopCounts:
         instructions = program.computations[name]
         return sum((count_one(each, instructions, is_opened) for each in instructions.values()), LoopCounts())
@@ -122,7 +126,8 @@ def _counts_of(
             body = count(instruction.called("body")[0])
             if instruction.num_trips is not None:
                 return body.trips(instruction.num_trips)
-            return body.unknown_trips(is_opened, is_passed=is_ordinary and not is_opened)
+            is_opened |= taken is not None and f'{taken}/while"' in instruction.attributes
+            return body.unknown_trips(is_opened, is_passed=taken is not None and not is_opened)
         if opcode == "conditional":
             names = instruction.called("branch_computations", "true_computation", "false_computation")
             return _largest([count(name) for name in names]) + LoopCounts(conditionals=1)
@@ -156,7 +161,9 @@ def lowered_counts(module: Any, is_ordinary: bool = False, is_loop: bool = True)
             num_trips = _known_trips(operation)
             if num_trips is None:
                 counts = of_regions(operation.regions, is_inner=True)
-                return counts.unknown_trips(is_passed=is_ordinary and (is_inner or not is_loop))
+                is_passed = is_ordinary and (is_inner or not is_loop)
+                is_passed &= f'{NEXT_TOKENS}/while"' not in str(operation.location)
+                return counts.unknown_trips(is_passed=is_passed)
             return of_regions(operation.regions, is_inner).trips(num_trips)
         if operation.name in ("stablehlo.case", "stablehlo.if"):
             branch = _known_branch(operation)

@@ -42,6 +42,13 @@ HloModule jit_step, is_scheduled=true
   ROOT %new = f32[9,64]{1,0} dynamic-update-slice(%p.8, %row, %p.10, %p.10)
 }
 
+%called (p.11: bf16[4,64], p.12: bf16[100,64]) -> bf16[2,4] {
+  %p.11 = bf16[4,64]{1,0} parameter(0)
+  %p.12 = bf16[100,64]{1,0} parameter(1)
+  %two_rows = bf16[2,64]{1,0} slice(%p.11), slice={[0:2], [0:64]}
+  ROOT %kernel = bf16[2,4]{1,0} custom-call(%two_rows, %p.12), custom_call_target="mosaic_gpu_v2"
+}
+
 ENTRY %main (a: bf16[4,64], b: bf16[100,64]) -> bf16[100,64] {
   %a = bf16[4,64]{1,0} parameter(0)
   %b = bf16[100,64]{1,0} parameter(1)
@@ -56,6 +63,7 @@ ENTRY %main (a: bf16[4,64], b: bf16[100,64]) -> bf16[100,64] {
   %done = bf16[64]{0} fusion-done(%start)
   %copying = (bf16[4,64]{1,0}, bf16[4,64]{1,0}, u32[]) copy-start(%a)
   %seven = bf16[4,4]{1,0} custom-call(%a, %b), custom_call_target="mosaic_gpu_v2"
+  %nine = bf16[2,4]{1,0} fusion(%a, %b), kind=kCustom, calls=%called
   ROOT %eight = bf16[100,64]{1,0} copy(%b), metadata={op_name="jit(f)/a=%b"}
 }
 """
@@ -74,6 +82,7 @@ ENTRY %main (a: bf16[4,64], b: bf16[100,64]) -> bf16[100,64] {
         ("copying", 512, 512 + 4),
         ("seven", 0, 0),
         ("eight", 12_800, 12_800),
+        ("nine", 0, 0),
     ],
 )
 def test_bytes_of_a_launch(name, read, written):

@@ -31,7 +31,10 @@ def traffic_of(program: HloProgram, computation: Mapping[str, Instruction], laun
         return Traffic(0, 0)
     opcode = launch.opcode.removesuffix("-start")
     if opcode == "fusion":
-        return _of_fusion(program, program.computations[launch.called("calls")[0]])
+        fused = program.computations[launch.called("calls")[0]]
+        if any("mosaic_gpu" in each.attributes for each in fused.values()):  # one that reads slices in place
+            return Traffic(0, 0)
+        return _of_fusion(program, fused)
     read = sum(computation[name].num_bytes for name in launch.operands if name in computation)
     written = launch.num_bytes - _workspace(launch)
     if opcode != launch.opcode:  # its result names its operands too
