@@ -20,9 +20,9 @@ from kvcache_jax.operations.truncate import truncate_rows
 class Computed(NamedTuple):
     """The next tokens that a step computed, and the model's logits after them."""
 
-    tokens: jax.Array  # i32[max_seqs, width]
-    num_tokens: jax.Array  # i32[max_seqs], how many of them count
+    num_tokens: jax.Array  # i32[max_seqs]; -1 where nothing was computed yet
     logits: jax.Array  # [max_seqs, width, vocab], floats
+    tokens: jax.Array | None = None  # i32[max_seqs, width], where there are drafts among them
 
 
 class Drawn(NamedTuple):
@@ -95,7 +95,8 @@ def _draw_after_drafts(
     state: EngineState, computed: Computed, is_there: jax.Array, options: Options
 ) -> tuple[EngineState, Drawn]:
     """Accepts drafts as far as they are the tokens that would have been drawn."""
-    tokens, num_tokens, logits = computed
+    num_tokens, logits, tokens = computed
+    assert tokens is not None
     max_seqs, width, _ = logits.shape
     order = jnp.arange(width, dtype=jnp.int32)
     # A row computes at least one known token before its drafts: the first logits that are drawn from.

@@ -106,7 +106,7 @@ def take_invariant_step(model: Model, params: Any, state: EngineState, options: 
     state, _, following, logits, _ = lax.while_loop(lambda carry: carry[4] <= carry[1].num_parts, call, carry)
     shape = following.tokens.shape
     logits = logits[: following.tokens.size].reshape(*shape, -1)
-    computed = Computed(following.tokens, following.step.query_len, logits)
+    computed = Computed(following.step.query_len, logits, following.tokens)
     return draw_next(model, params, state, computed, options)
 
 

@@ -1,6 +1,7 @@
 """One step of the engine: requests end and start, rows get blocks, the model is called, tokens are drawn."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -206,7 +207,7 @@ def _processed(processed: Any, logits: jax.Array) -> jax.Array:
 
 def _all_numbers(computed: Computed) -> jax.Array:
     """Masks the rows whose tokens of this step have logits that are numbers, bool[max_seqs]; no idle rows."""
-    order = jnp.arange(computed.tokens.shape[1], dtype=jnp.int32)[None]
+    order = jnp.arange(computed.logits.shape[1], dtype=jnp.int32)[None]
     is_good = are_numbers(computed.logits) | (order >= computed.num_tokens[:, None])
     return is_good.all(axis=1) & (computed.num_tokens > 0)
 
@@ -232,31 +233,27 @@ def _step_in_one_call(model: Model, params: Any, state: EngineState, options: Op
     """Makes a step that calls the model on prompts and next tokens at once; without prompts on few tokens."""
     none = jnp.zeros(state.cache.max_seqs, bool)
 
-    def compute_next(carry: tuple) -> tuple:
-        state, is_stalled, _, _ = carry
-        return *_compute_next(model, params, state, is_stalled, options), jnp.bool_(True)
-
     def rare(carry: tuple) -> tuple:
-        state, plan = schedule(carry[0], options)
+        state, _, computed = carry
+        state, plan = schedule(state, options)
         state, step = reserve_prompts(state, plan)
         is_computing = set_at(none, jnp.where(plan.num_tokens > 0, plan.rows, none.size), True)
         state, is_stalled = make_room(state, options, is_computing)
         prompts = Prompts(plan.tokens, without_rows(state.cache, step, state.is_running))
-
-        def compute_all(carry: tuple) -> tuple:
-            state, is_stalled, _, _ = carry
-            return *_compute_all(model, params, state, is_stalled, prompts, options), jnp.bool_(True)
-
         with jax.named_scope(WITH_PROMPTS):
-            return run_if(is_computing.any(), compute_all, (state, is_stalled, *carry[2:]))
+            compute = functools.partial(_compute_all, model, params, prompts, options)
+            return run_if(is_computing.any(), compute, (state, is_stalled, computed))
 
-    start = jax.tree.map(
-        lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(compute_next, (state, none, None, None))[2]
-    )
+    def is_left(carry: tuple) -> jax.Array:
+        return carry[2].num_tokens[0] < 0
+
+    compute = functools.partial(_compute_next, model, params, options)
+    shapes = jax.eval_shape(compute, (state, none, None))[2]
+    nothing = jax.tree.map(lambda x: jnp.full(x.shape, -1, x.dtype), shapes)
     with jax.named_scope(WITH_PROMPTS):
-        carry = run_if(is_unusual(state), rare, (state, none, start, jnp.bool_(False)))
+        carry = run_if(is_unusual(state), rare, (state, none, nothing))
     with jax.named_scope(NEXT_TOKENS):
-        state, _, computed, _ = run_if(~carry[3], compute_next, carry)
+        state, _, computed = lax.while_loop(is_left, compute, carry)
     return draw_next(model, params, state, computed, options)
 
 
@@ -270,26 +267,28 @@ def _step_in_two_calls(model: Model, params: Any, state: EngineState, options: O
 
     none = jnp.zeros(state.cache.max_seqs, bool)
     state, is_stalled = run_if(is_unusual(state), rare, (state, none))
-    state, _, computed = _compute_next(model, params, state, is_stalled, options)
+    state, _, computed = _compute_next(model, params, options, (state, is_stalled, None))
     return draw_next(model, params, state, computed, options)
 
 
-def _compute_next(
-    model: Model, params: Any, state: EngineState, is_stalled: jax.Array, options: Options
-) -> tuple[EngineState, jax.Array, Computed]:
+Carry = tuple[EngineState, jax.Array, Computed | None]
+"""The state, the rows bool[max_seqs] that compute no next token in this step, and what was computed."""
+
+
+def _compute_next(model: Model, params: Any, options: Options, carry: Carry) -> Carry:
     """Computes the rows' next tokens."""
+    state, is_stalled, _ = carry
     state, tokens, step = reserve_next(state, is_stalled, options)
     logits, cache = model.call(params, state, tokens, state.cache, step)
     state = dataclasses.replace(state, cache=cache)
     if options.prompt_logprobs:
         state = note_prompts(state, step, logits)
-    return state, is_stalled, Computed(tokens, step.query_len, logits)
+    return state, is_stalled, Computed(step.query_len, logits, tokens if options.num_drafts else None)
 
 
-def _compute_all(
-    model: Model, params: Any, state: EngineState, is_stalled: jax.Array, prompts: Prompts, options: Options
-) -> tuple[EngineState, jax.Array, Computed]:
+def _compute_all(model: Model, params: Any, prompts: Prompts, options: Options, carry: Carry) -> Carry:
     """Computes pieces of prompts and the rows' next tokens."""
+    state, is_stalled, _ = carry
     state, tokens, step = reserve_next(state, is_stalled, options)
     of_prompts = plan_attention(state.cache, prompts.step)
     joined = join(state.cache, of_prompts, step)
@@ -299,11 +298,11 @@ def _compute_all(
     logits, cache = model.call(params, state, all_tokens, state.cache, joined)
     state = dataclasses.replace(state, cache=cache)
     if options.prompt_logprobs:
-        of_all, num_before = logits, prompts.tokens.size
-        logits = of_all[num_before:]
-        state = note_prompts(state, of_prompts, of_all[:num_before].reshape(*prompts.tokens.shape, -1))
+        before, logits = jnp.split(logits, [prompts.tokens.size])
+        state = note_prompts(state, of_prompts, before.reshape(*prompts.tokens.shape, -1))
         state = note_prompts(state, step, logits.reshape(*tokens.shape, -1))
-    return state, is_stalled, Computed(tokens, step.query_len, logits.reshape(*tokens.shape, -1))
+    logits = logits.reshape(*tokens.shape, -1)
+    return state, is_stalled, Computed(step.query_len, logits, tokens if options.num_drafts else None)
 
 
 def _compute_prompts(
