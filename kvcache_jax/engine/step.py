@@ -65,7 +65,7 @@ class Model:
             width_of(result, *tokens.shape)
             return result
         is_selected = getattr(result[0], "shape", ())[:1] == step.logits_at.shape
-        width_of(result, *(step.logits_at if is_selected else tokens).shape[:1], 1)
+        width_of(result, (step.logits_at if is_selected else tokens).shape[0], 1)
         logits, cache = result
         return logits if is_selected else logits[step.logits_at], cache
 
@@ -174,8 +174,7 @@ def reserve_next(
     fits = (jnp.cumsum(need.num_blocks, axis=1, dtype=jnp.int32) <= free[:, None]) | (need.num_blocks == 0)
     num_new = jnp.where(fits.all(axis=0) & ~need.copies.any(axis=0), num_new, 0)
     cache, step = extend_reserved(cache, num_new, tokens)
-    state = count(dataclasses.replace(state, cache=cache), steps=jnp.ones(1, bool))
-    return state, tokens, step
+    return dataclasses.replace(state, cache=cache), tokens, step
 
 
 def draw_next(
@@ -190,7 +189,7 @@ def draw_next(
     state, drawn = draw(state, computed, options)
     slots = jnp.where(drawn.num_tokens > 0, state.row_request, state.requests.num_slots)
     state = model.advanced(params, write_down(state, drawn, options), slots, drawn.tokens[:, 0])
-    return _publish(state, is_good)
+    return _publish(count(state, steps=jnp.ones(1, bool)), is_good)
 
 
 def _processed(processed: Any, logits: jax.Array) -> jax.Array:
@@ -271,8 +270,8 @@ def _step_in_two_calls(model: Model, params: Any, state: EngineState, options: O
     return draw_next(model, params, state, computed, options)
 
 
-Carry = tuple[EngineState, jax.Array, Computed | None]
-"""The state, the rows bool[max_seqs] that compute no next token in this step, and what was computed."""
+Carry = tuple[EngineState, jax.Array, Any]
+"""The state, the rows bool[max_seqs] that compute no next token in this step, and what is `Computed`."""
 
 
 def _compute_next(model: Model, params: Any, options: Options, carry: Carry) -> Carry:

@@ -179,7 +179,7 @@ STEPS = (
     _GENERATE(SINGLE, limits=Limits(launches=312)),
     _ENGINE(STACK),
     _ENGINE(SINGLE, limits=Limits(launches=338)),
-    _PROMPTS(SINGLE, limits=Limits(launches=560)),
+    _PROMPTS(SINGLE, limits=Limits(launches=690, traffic=1.75)),
 )
 
 

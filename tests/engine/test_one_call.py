@@ -1,0 +1,112 @@
+"""Prompts and next tokens in one call of the model: what it computes, and that it is one."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvcache_jax as kv
+from kvcache_jax.attention.attention_plan import plan_attention
+from kvcache_jax.engine.joined_step import can_join, join, without_rows
+from tests.engine.exact_engine import LIMITS
+from tests.engine.exact_model import collect, config, decode_alone, forward, make_params, random_request
+
+COUNT = kv.engine.Counter
+calls = []
+
+
+def selecting_forward(params, tokens, cache, step):
+    """The exact model, which counts its calls and gives logits of the tokens that are asked for alone."""
+    jax.debug.callback(lambda: calls.append(tokens.shape))
+    logits, cache = forward(params, tokens, cache, step)
+    return kv.decoding.for_logits(logits, step), cache
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return kv.Engine(
+        selecting_forward,
+        make_params(),
+        config(num_blocks=14),
+        token_budget=12,
+        steps_per_dispatch=8,
+        limits=LIMITS,
+    )
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_step_calls_the_model_once(engine, seed):
+    """Rows end, are preempted and forked, and prompts are computed while others decode."""
+    rng = np.random.default_rng(seed)
+    requests = [random_request(rng, i) for i in range(8)]
+    calls.clear()
+    before = engine.figures().counts
+    said = collect(engine, requests)
+    jax.effects_barrier()
+    made = {name: engine.figures().counts[name] - before[name] for name in COUNT}
+    assert len(calls) == made[COUNT.STEPS]
+    with_prompts = [shape for shape in calls if shape != (4, 1)]
+    assert set(with_prompts) == {(12, 1)} and len(with_prompts) == made[COUNT.PREFILL_STEPS]
+    assert made[COUNT.GENERATED_TOKENS] > made[COUNT.STEPS]  # else no row decoded beside another's prompt
+    for request in requests:
+        for i in range(request.num_samples):
+            assert said[request.id, i][0] == decode_alone(request, sample_id=i)[0]
+
+
+def test_a_model_of_another_width_is_refused():
+    def wrong(params, tokens, cache, step):
+        logits, cache = forward(params, tokens, cache, step)
+        return logits[: max(1, tokens.shape[0] - 1)], cache
+
+    engine = kv.Engine(wrong, make_params(), config(), token_budget=12)
+    with pytest.raises(TypeError, match="forward returned logits"):
+        engine.compile()
+
+
+def test_windows_and_states_take_two_calls():
+    assert can_join(config()) and not can_join(config(num_layers=2))
+
+
+@functools.partial(jax.jit, static_argnames="is_joined")
+def _attended(cache, steps, arrays, is_joined):
+    """Stores and attends by one step or by two; outputs of both, flat."""
+    planned = [plan_attention(cache, step) for step in steps]
+    if is_joined:
+        q, k, v = (jnp.concatenate([x.reshape(-1, 1, *x.shape[2:]) for x in pair]) for pair in arrays)
+        _, (out, lse) = kv.attention(cache, 0, q, k, v, join(cache, *planned), return_lse=True)
+        return out[:, 0], lse[:, 0]
+    for step, (k, v) in zip(planned, zip(*arrays[1:], strict=True), strict=True):
+        cache = kv.write(cache, 0, k, v, step)
+    found = [
+        kv.attend(cache, 0, q, step, return_lse=True)[1] for q, step in zip(arrays[0], planned, strict=True)
+    ]
+    return tuple(
+        jnp.concatenate([x.reshape(-1, *x.shape[2:]) for x in pair]) for pair in zip(*found, strict=True)
+    )
+
+
+def test_attention_of_parts_is_as_by_themselves():
+    """Pieces of 3 tokens of two rows, and then a token of each of three rows; one piece is left out."""
+    layer = kv.FullAttention(2, 8)
+    cache = kv.init(kv.CacheConfig([layer], num_blocks=12, block_size=4, max_seqs=3, max_seq_len=16))
+    cache, _ = kv.allocate(cache, [0, 1, 2], [9, 9, 9])
+    rng = np.random.default_rng(0)
+
+    def random(*shape):
+        return jnp.asarray(rng.standard_normal(shape).astype(np.float32))
+
+    cache, first = kv.extend(cache, [4, 2, 5], max_new=5)
+    cache = kv.write(cache, 0, random(3, 5, 2, 8), random(3, 5, 2, 8), first)
+    cache, pieces = kv.extend(cache, [3, 2], max_new=3, seq_ids=[2, 0])
+    cache, following = kv.extend(cache, [1, 1, 0], max_new=1)
+    pieces, following = (dataclasses.replace(step, plans=()) for step in (pieces, following))
+    arrays = [(random(2, 3, heads, 8), random(3, 1, heads, 8)) for heads in (4, 2, 2)]
+    for is_left in ([True, True, True], [True, True, False]):
+        steps = without_rows(cache, pieces, jnp.asarray(is_left)), following
+        joined, apart = (_attended(cache, steps, arrays, is_joined=each) for each in (True, False))
+        for found, expected in zip(joined, apart, strict=True):
+            np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    assert np.isneginf(joined[1][:3]).all() and np.isfinite(joined[1][3:5]).all()
