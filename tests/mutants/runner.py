@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from tests.mutants.reading import ROOT, Mutation
 
 WORKERS = 2
-TIMEOUT = 120.0
+TIMEOUT, GATE_TIMEOUT = 120.0, 360.0
 # What pytest's summary says of a test that noticed something; any other exception is a crash of the mutant.
 NOTICED = ("AssertionError", "assert ", "Failed: DID NOT RAISE")
 GATE_PYTHON = ROOT / ".venv-aot" / "bin" / "python"
@@ -90,13 +90,14 @@ def try_mutant(source: pathlib.Path, mutation: Mutation) -> tuple[bool, str]:
     with Copy(source) as copy:
         file = copy.root / mutation.file
         file.write_text(file.read_text().replace(mutation.old, mutation.new))
+        limit = GATE_TIMEOUT if mutation.gate else TIMEOUT
         try:
             if mutation.gate:
-                result = copy.run(*mutation.gate, timeout=TIMEOUT, python=GATE_PYTHON)
+                result = copy.run(*mutation.gate, timeout=limit, python=GATE_PYTHON)
             else:
-                result = copy.test([mutation.test], "-x", "--tb=line", timeout=TIMEOUT)
+                result = copy.test([mutation.test], "-x", "--tb=line", timeout=limit)
         except subprocess.TimeoutExpired:
-            return True, f"killed    {mutation.name}  by hanging for {TIMEOUT:.0f} s in {mutation.test}"
+            return True, f"killed    {mutation.name}  by hanging for {limit:.0f} s in {mutation.test}"
     seconds = f"({time.monotonic() - start:.1f} s)"
     if result.returncode == 0:
         return False, f"SURVIVED  {mutation.name}  {mutation.test}  {seconds}"

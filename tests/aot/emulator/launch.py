@@ -49,9 +49,8 @@ def emulated(lands_late: bool) -> Iterator[None]:
 
     def launch(body: Callable, *, cost: Any, interpret: bool, **options: Any) -> Callable:
         def call(*inputs: Any) -> Any:
-            return _run(
-                launchers[0][1](body, cost=cost, interpret=False, **options), options, inputs, lands_late
-            )
+            kernel = launchers[0][1](body, cost=cost, interpret=False, **options)
+            return _run(kernel, options, inputs, lands_late)
 
         return call
 
