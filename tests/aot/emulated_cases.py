@@ -66,7 +66,7 @@ def cases(num_random: int, seed: int) -> list[Case]:
     plain = DECODE_SHAPES[0]
     return [
         *(_decode(f"decode_{shape.name}", shape, shape.dtype) for shape in shapes),
-        _decode(f"decode_{plain.name}_of_32_bits", plain, "float32"),
+        _decode("decode_of_32_bits", plain, "float32"),
         *(_merge(f"merge_{name}", shape) for name, shape in MERGES.items()),
         *(_move(kernel, name, 3) for kernel in ("gather", "scatter", "copy") for name in POOLS),
         *(

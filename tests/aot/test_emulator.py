@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
+from tests.aot import emulated
 from tests.aot.descriptors import Descriptor, HostCode, read_host_code
+from tests.aot.emulated_cases import Case, cases
 from tests.aot.emulator.cta import Cta, Launch
 from tests.aot.emulator.memory import FaultError, GlobalMemory, UnknownError
 from tests.aot.emulator.program import parse
@@ -242,3 +244,30 @@ def test_host_code_says_what_a_kernel_gets():
     """
     descriptor = Descriptor(width=2, sizes=(64,), strides=(1,), box=(64,), swizzle=16, buffer=2)
     assert read_host_code(code) == HostCode((0,), (descriptor,))
+
+
+def test_the_gate_says_what_is_wrong_in_each_model():
+    def waits_forever():
+        raise FaultError("waits forever")
+
+    want = [np.array([0.0, np.nan, -np.inf], np.float32)]
+    for got, found in (
+        ([0.0, np.nan, -np.inf], []),
+        ([1e-3, np.nan, -np.inf], ["1 of 3 numbers of result 0 are wrong"] * 2),
+        ([np.nan, 0.0, np.inf], ["3 of 3 numbers of result 0 are wrong"] * 2),
+    ):
+        case = Case("a", lambda got=got: [np.array(got, np.float32)], lambda: want, atol=1e-4)
+        assert [line.partition(", ")[2] for line in emulated.failures(case)] == found
+    expected = [
+        f"where copies and products {model}, waits forever" for model in ("land at once", "land late")
+    ]
+    assert emulated.failures(Case("b", waits_forever, lambda: want)) == expected
+
+
+def test_shapes_are_drawn_by_seed_and_chosen_by_words(capsys):
+    names = [case.name for case in cases(3, 5)]
+    assert len(set(names)) == len(names) == len(cases(0, 5)) + 3
+    assert sum("random_5_" in name for name in names) == 3
+    with pytest.raises(SystemExit):
+        emulated.main(["no_such_shape"])
+    assert "no case has no_such_shape in its name" in capsys.readouterr().err

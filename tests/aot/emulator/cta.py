@@ -262,7 +262,7 @@ class Cta:
             return self._wait_for_stores(int(operands[0]), "read" in words)
         if words[1:3] != ("async", "bulk"):
             raise UnknownError("an instruction")
-        for thread in np.flatnonzero(active):
+        for thread in np.flatnonzero(active).tolist():
             if "bulk_group" in words:
                 store = self._copy(operands[0], operands[1], operands[2:], thread)
                 self._shared.begin_read(store.places)
