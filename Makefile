@@ -36,7 +36,7 @@ PIP_INSTALL := --require-virtualenv --disable-pip-version-check install --quiet 
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help .venv .venv-0112 .venv-aot .venv-aot-0112 .venv-tpu .venv-dist .venv-docs .venv-integrations demo \
-	block-map test test-slow test-all test-0112 aot aot-newest aot-loops aot-steps aot-0112 aot-benchmark aot-tpu lint mutants bench \
+	block-map test test-slow test-all test-0112 aot aot-newest aot-emulated aot-loops aot-steps aot-0112 aot-benchmark aot-tpu lint mutants bench \
 	dist docs integrations clean distclean
 
 help:
@@ -67,13 +67,16 @@ test-0112: .venv-0112
 	$(PY_0112) $(PYTEST) -m "contract and not newest" $(SHARED) $(CONTRACT_TESTS)
 
 # The kernels, a model's decode loop and steps of a cache compiled for H200, without a GPU: by the newest jax in all
-# shapes, by the oldest in a shape or two of each kernel, and with them the loops of the benchmark. And every public
-# operation and step of decoding, in which loops, launches and pool copies are counted, and in three of Llama 3.2 1B
-# the bytes that move.
-aot: aot-newest aot-loops aot-steps aot-0112 aot-benchmark
+# shapes, by the oldest in a shape or two of each kernel, and with them the loops of the benchmark. What the kernels
+# compile to is run by an emulator. And every public operation and step of decoding, in which loops, launches and pool
+# copies are counted, and in three of Llama 3.2 1B the bytes that move.
+aot: aot-newest aot-emulated aot-loops aot-steps aot-0112 aot-benchmark
 
 aot-newest: .venv-aot
 	$(PY_AOT) -m tests.aot.gpu
+
+aot-emulated: .venv-aot
+	$(PY_AOT) -m tests.aot.emulated
 
 aot-loops: .venv-aot
 	$(PY_AOT) -m tests.aot.loops
@@ -97,8 +100,8 @@ lint: .venv/.made-dev
 	$(PY) -m ruff format --check .
 	$(PY) -m pyright
 
-# All of them, or those with one of WORDS in their names.
-mutants: .venv
+# All of them, or those with one of WORDS in their names; some are for a gate of `make aot` to notice.
+mutants: .venv .venv-aot
 	$(PY) -m tests.mutants $(WORDS)
 
 bench: .venv

@@ -342,6 +342,7 @@ def test_tests_stand_in_rooms():
     assert rooms == {
         *tested,
         "aot",
+        "aot/emulator",
         "fixtures",
         "integrations",
         "kernels",

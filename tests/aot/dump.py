@@ -5,7 +5,7 @@ import pathlib
 import re
 
 from tests.aot.alignment import tma_alignment
-from tests.aot.descriptors import read_descriptors
+from tests.aot.descriptors import read_host_code
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +25,7 @@ class KernelCost:
       grid: CTAs along x, y and z.
       tanh_approx: Instructions that compute tanh to 11 bits.
       fences: Between what threads store to shared memory and what tensor cores or the copy engine read.
+      serialized: Notes of the assembler that it waits for each product before the next, which costs time.
       descriptor_faults: Of the copy engine's descriptors, what CUDA would refuse.
     """
 
@@ -40,6 +41,7 @@ class KernelCost:
     grid: tuple[int, ...]
     tanh_approx: int
     fences: int
+    serialized: int
     descriptor_faults: tuple[str, ...]
 
 
@@ -52,6 +54,11 @@ def read_kernels(folder: pathlib.Path) -> list[KernelCost]:
     return [_read_kernel(path) for path in sorted(folder.glob("*.ptxas"))]
 
 
+def shared_memory_sizes(passes: str) -> list[str]:
+    """Bytes, once for each pass: all print the launch, and from the second on sizes are constants."""
+    return re.findall(r"dynamic_shared_memory_size %c(\d+)_i32\b", passes)
+
+
 def _read_kernel(ptxas: pathlib.Path) -> KernelCost:
     report = ptxas.read_text()
     passes = ptxas.with_suffix(".mlir-passes.log").read_text(errors="replace")
@@ -61,8 +68,7 @@ def _read_kernel(ptxas: pathlib.Path) -> KernelCost:
     sass = disassembled.read_text()
     registers = re.findall(r"Used (\d+) registers", report)
     spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", report)
-    # Each pass of the compiler prints the launch; from the second on sizes are constants.
-    sizes = re.findall(r"dynamic_shared_memory_size %c(\d+)_i32\b", passes)
+    sizes = shared_memory_sizes(passes)
     axis = r"%\w+ = %c(\d+)\w*"
     grids = re.findall(rf"blocks\([^)]*\) in \({axis}, {axis}, {axis}\)", passes)
     if not (registers and spills and sizes and grids):
@@ -70,7 +76,7 @@ def _read_kernel(ptxas: pathlib.Path) -> KernelCost:
             f"cannot read registers, spills, shared memory and grid of {ptxas.stem} from {report!r}"
         )
     ptx = ptxas.with_suffix(".ptx").read_text()
-    descriptors = read_descriptors(passes)
+    descriptors = read_host_code(passes).descriptors
     if "UTMALDG" in sass and not descriptors:
         raise ValueError(f"{ptxas.stem} loads by TMA, and no descriptor was found")
     return KernelCost(
@@ -86,5 +92,6 @@ def _read_kernel(ptxas: pathlib.Path) -> KernelCost:
         grid=tuple(int(n) for n in grids[-1]),
         tanh_approx=len(re.findall(r"\btanh\.approx\b", ptx)),
         fences=len(re.findall(r"\bfence\.proxy\.async\b", ptx)),
+        serialized=len(re.findall(r"wgmma\S* instructions are serialized", report)),
         descriptor_faults=tuple(fault for each in descriptors for fault in each.faults()),
     )

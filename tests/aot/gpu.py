@@ -66,6 +66,8 @@ def failures(cost: ProgramCost, case: CompileCase) -> list[str]:
         if kernel.wgmma_waits < least:
             found.append(f"{kernel.name} waits for wgmma {kernel.wgmma_waits} times, at least {least}")
         found += [f"{kernel.name} has a TMA descriptor with {fault}" for fault in kernel.descriptor_faults]
+        if kernel.serialized:
+            found.append(f"{kernel.name} has its products serialized by ptxas")
         if kernel.tanh_approx:
             found.append(f"{kernel.name} has {kernel.tanh_approx} tanh.approx, which is 5e-4 off")
     if cost.collectives:

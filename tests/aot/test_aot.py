@@ -11,7 +11,7 @@ from tests.aot import gpu
 from tests.aot.alignment import tma_alignment
 from tests.aot.budget import Budget, CompileCase
 from tests.aot.compiling import ProgramCost
-from tests.aot.descriptors import Descriptor, read_descriptors
+from tests.aot.descriptors import Descriptor, read_host_code
 from tests.aot.dump import KernelCost, read_kernels
 from tests.aot.hlo import kernel_calls, num_copies
 from tests.aot.kernel_cases import CASES as KERNEL_CASES
@@ -84,6 +84,7 @@ KERNEL = KernelCost(
     grid=(2**31 - 1, 65535, 65535),
     tanh_approx=0,
     fences=2,
+    serialized=0,
     descriptor_faults=(),
 )
 CASE = CompileCase("decode", lambda: None, tuple, BUDGET, kernels=("paged_decode", "copy_blocks"))
@@ -111,15 +112,15 @@ def ptx(second=256, stride=256, plus=0, source="%rd1"):
 def test_a_dump_is_read(tmp_path):
     write_dump(tmp_path, stores=16, loads=20)
     (kernel,) = read_kernels(tmp_path)
-    counts = dict(tanh_approx=0, fences=1, descriptor_faults=())
+    counts = dict(tanh_approx=0, fences=1, serialized=0, descriptor_faults=())
     assert kernel == KernelCost("append_kv_0", 42, 36, 4104, 1, 1, 1, 2, 256, grid=(1, 512, 1), **counts)
 
 
 def test_the_descriptors_of_copies_are_read(tmp_path):
-    descriptor = Descriptor(width=2, strides=(64, 1), box=(2, 64), swizzle=128)
-    assert read_descriptors(PASSES) == [descriptor] and descriptor.faults() == []
+    descriptor = Descriptor(width=2, sizes=(128, 64), strides=(64, 1), box=(2, 64), swizzle=128)
+    assert read_host_code(PASSES).descriptors == (descriptor,) and descriptor.faults() == []
     with pytest.raises(ValueError, match="cannot read the TMA descriptor of 'llvm.call"):
-        read_descriptors(PASSES.replace("llvm.store %10, %21", "llvm.store %40, %21"))
+        read_host_code(PASSES.replace("llvm.store %10, %21", "llvm.store %40, %21"))
     write_dump(tmp_path)
     (tmp_path / "append_kv_0.mlir-passes.log").write_text(PASSES.replace("llvm.call", "other.call"))
     with pytest.raises(ValueError, match="append_kv_0 loads by TMA, and no descriptor was found"):
@@ -138,7 +139,7 @@ def test_the_descriptors_of_copies_are_read(tmp_path):
     ],
 )
 def test_a_descriptor_that_cuda_refuses_is_found(change, fault):
-    descriptor = dataclasses.replace(Descriptor(2, (64, 1), (2, 64), 128), **change)
+    descriptor = dataclasses.replace(Descriptor(2, (128, 64), (64, 1), (2, 64), 128), **change)
     (found,) = descriptor.faults()
     assert re.match(fault, found)
 
@@ -157,6 +158,14 @@ def test_an_approximate_tanh_is_found(tmp_path):
     file = tmp_path / "append_kv_0.ptx"
     file.write_text(file.read_text() + "\ttanh.approx.f32 \t%r6, %r6;\n")
     assert read_kernels(tmp_path)[0].tanh_approx == 1
+
+
+def test_products_that_are_serialized_are_found(tmp_path):
+    write_dump(tmp_path)
+    file = tmp_path / "append_kv_0.ptxas"
+    note = "wgmma.mma_async instructions are serialized due to insufficient register resources"
+    file.write_text(f"{file.read_text()}ptxas info    : (C7510) Potential Performance Loss: {note}\n")
+    assert read_kernels(tmp_path)[0].serialized == 1
 
 
 @pytest.mark.parametrize(

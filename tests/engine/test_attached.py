@@ -8,13 +8,13 @@ import pytest
 
 import kvcache_jax as kv
 from kvcache_jax.engine import Attachment, Counter
-from tests.engine.exact_engine import SIZES, ask, expect
-from tests.engine.exact_model import check_idle, config, forward, make_params, note, random_request
+from tests.engine.exact_engine import ask, expect, make_engine
+from tests.engine.exact_model import check_idle, make_params, note, random_request
 from tests.tiers.lying_store import LyingStore
 
 
-def engine_of(*attached, params=None, **options):
-    engine = kv.Engine(forward, params or make_params(), config(num_blocks=40), **SIZES | options)
+def engine_of(*attached, **options):
+    engine = make_engine(**options)
     for attachment in attached:
         engine.attach(attachment)
     return engine
@@ -36,23 +36,23 @@ def served(engine, requests):
 
 
 def test_a_new_engine_computes_what_a_warm_cache_would():
-    store, prompts = kv.tiers.MemoryStore(), [[i, *range(1, 20)] for i in range(3)]
+    store, prompts = kv.tiers.MemoryStore(), [[i, *range(1, 12)] for i in range(2)]
     requests = [ask(prompt, 5, i) for i, prompt in enumerate(prompts)]
     link = linked(store)
     engine = engine_of(link)
     assert served(engine, requests) == 0
     warm = served(engine, requests)
-    assert warm == 3 * 16
+    assert warm == 2 * 8
     link.flush()
     assert link.close() and link.num_dropped == 0 and not link.report().reasons
     link = linked(store)
     engine = engine_of(link)
-    forked = ask([*prompts[2], 9], 3, "forked", num_samples=3)
+    forked = ask([*prompts[1], 9], 3, "forked", num_samples=3)
     assert served(engine, requests) == warm
-    assert served(engine, [forked, ask(prompts[0], 3, "whole", prompt_logprobs=False)]) == 20 + 16
+    assert served(engine, [forked, ask(prompts[0], 3, "whole", prompt_logprobs=False)]) == 12 + 8
     metrics = engine.metrics()
     assert metrics["vllm:external_prefix_cache_hits"] == warm  # of more, the cache had it
-    assert metrics["vllm:external_prefix_cache_queries"] == 5 * 20 + 1
+    assert metrics["vllm:external_prefix_cache_queries"] == 4 * 12 + 1
     check_idle(engine)
     # Under other weights nothing of it is found, and what these write no other engine finds.
     engine.set_params(make_params(1))
@@ -118,7 +118,7 @@ class Later(Attachment):
 def test_a_request_that_waits_for_an_answer_keeps_no_other_waiting():
     later = Later()
     engine = engine_of(Attachment(), later, Attachment())
-    requests = [ask([7, 1], 4, "waits", num_samples=2), ask([8, 1], 9, "runs"), ask([9], 30, "runs too")]
+    requests = [ask([7, 1], 4, "waits", num_samples=2), ask([8, 1], 9, "runs"), ask([9], 20, "runs too")]
     assert engine.push([*requests, ask([7, 2], 4, "cancelled"), ask([7, 3], 4, "late", deadline=0.0)]) == 5
     said, had_ended = {}, []
     for event in engine:
@@ -165,10 +165,10 @@ def test_all_that_is_attached_survives_a_failure():
     store, recorder = kv.tiers.MemoryStore(), Recorder()
     link = linked(store)
     engine = engine_of(link, recorder)
-    long = ask(range(1, 21), 24, "long")
+    long = ask(range(1, 21), 12, "long")
     assert engine.push([long]) == 1
     said = {}
-    for _ in range(8):
+    for _ in range(5):
         engine.drain(max_steps=2)
         note(said, engine.take_events())
     assert engine.push([ask([7] * 9, 3, "second")]) == 1

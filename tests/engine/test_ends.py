@@ -10,7 +10,7 @@ import pytest
 import kvcache_jax as kv
 from kvcache_jax.engine import program, table
 from kvcache_jax.engine.state import Phase
-from tests.engine.exact_engine import ask, expect, make_engine
+from tests.engine.exact_engine import ask, expect, make_engine, make_engine_with_inputs
 from tests.engine.exact_model import collect, config, forward, make_params, note
 
 LOWEST, HIGHEST = -(2**31), 2**31 - 1
@@ -90,7 +90,7 @@ def test_what_is_beyond_is_refused_in_a_sentence(make, message):
 
 def test_who_came_first_goes_first_when_the_count_of_steps_begins_again():
     """Steps are counted modulo 2**32: of two waiting requests the one that came before it goes first."""
-    engine = make_engine(policy="priority", schedule=kv.engine.Schedule(ageing_steps=2**28))
+    engine = make_engine_with_inputs()
     for start in (2**31 - 2, 2**32 - 2):
         order = []
         counters = engine.state.counters.at[kv.engine.Counter.STEPS].set(np.uint32(start))

@@ -1,8 +1,6 @@
 """What a request says to the program: inputs by row, states that advance, log-probabilities, stop strings."""
 
-import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +10,7 @@ import pytest
 import kvcache_jax as kv
 from kvcache_jax.decoding.sampling import SamplingColumns, sample, sampling_columns
 from kvcache_jax.engine.requests import sample_seed
-from tests.engine.exact_engine import LIMITS, SIZES, RandomPace, ask, expect
+from tests.engine.exact_engine import SIZES, TABLE, RandomPace, advance, ask, expect, make_engine_with_inputs
 from tests.engine.exact_model import (
     VOCAB,
     _next_token,
@@ -24,48 +22,10 @@ from tests.engine.exact_model import (
     random_request,
 )
 
-TABLE = np.random.default_rng(0).integers(0, 5, (5, VOCAB))
-"""The next state of an automaton of 5 states; a state bans the tokens that are equal to it, modulo 5."""
-
 GREEDY = sampling_columns(1)
 
 
-def shifted(params, tokens, cache, step, inputs=None):
-    """The exact model, to which each request says its own shift."""
-    shift = inputs["shift"][:, None] if inputs is not None else 0
-    return forward({**params, "shift": params["shift"] + shift}, tokens, cache, step)
-
-
-def process(logits, state, inputs, params):
-    """Bans by the automaton's state, and adds the request's bias."""
-    is_banned = jnp.arange(VOCAB)[None] % 5 == inputs["automaton"][:, None]
-    return jnp.where(is_banned & inputs["bans"][:, None], -jnp.inf, logits) + inputs["bias"]
-
-
-def advance(inputs, tokens, params):
-    return {"automaton": params["table"][inputs["automaton"], tokens]}
-
-
-@functools.cache
-def make_engine(**options):
-    inputs = {
-        "shift": jnp.int32,
-        "automaton": jnp.int32,
-        "bans": bool,
-        "bias": jax.ShapeDtypeStruct((VOCAB,), jnp.float32),
-    }
-    params = {**make_params(), "table": jnp.array(TABLE, jnp.int32)}
-    limits = dataclasses.replace(LIMITS, prompt_logprobs=True)
-    sizes: dict[str, Any] = SIZES | dict(token_budget=20, limits=limits) | options
-    return kv.Engine(
-        shifted,
-        params,
-        config(num_blocks=11),
-        process_logits=process,
-        inputs=kv.engine.Inputs(inputs, advance),
-        num_top_logprobs=3,
-        **sizes,
-    )
+make_engine = functools.cache(make_engine_with_inputs)
 
 
 def text_of(tokens):

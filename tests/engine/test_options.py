@@ -8,9 +8,15 @@ import numpy as np
 import pytest
 
 import kvcache_jax as kv
-from kvcache_jax.arrays.masked_updates import get_at
 from kvcache_jax.engine.policies import keys_of, policies
-from tests.engine.exact_engine import LIMITS, ask, expect, make_engine
+from tests.engine.exact_engine import (
+    BANS_ALL,
+    LIMITS,
+    ask,
+    expect,
+    make_engine,
+    make_engine_with_inputs,
+)
 from tests.engine.exact_model import (
     NAN_TOKEN,
     ban_zero,
@@ -171,15 +177,10 @@ def test_a_hook_that_returns_something_else_is_named(process, found):
 
 def test_a_request_whose_tokens_are_all_banned_says_so():
     """At its first token, in its midst; one whose logits hold NaN ends for that, and the others go on."""
-
-    def ban(logits, state):
-        uid = get_at(state.requests.uid, state.row_request, -1)
-        is_banned = (uid == 0) | ((uid == 1) & (state.row_length == 6))
-        return jnp.where(is_banned[:, None], -jnp.inf, logits)
-
-    engine = make_engine(process_logits=ban)
-    requests = [ask([1, 2, 3], 9, i) for i in range(3)] + [ask([1] * 7 + [NAN_TOKEN], 9, "NaN")]
-    said = collect(engine, requests)
+    inputs = [{"bans": True, "automaton": BANS_ALL}, {"bans": True, "automaton": BANS_ALL + 3}, {}]
+    requests = [ask([1, 2, 3], 9, i, inputs=inputs[i]) for i in range(3)]
+    requests.append(ask([1] * 7 + [NAN_TOKEN], 9, "NaN"))
+    said = collect(make_engine_with_inputs(), requests)
     expect(said, requests[2:])
     assert said["NaN", 0] == ([], [], "nan_logits")
     assert said[0, 0] == ([], [], "no_token")

@@ -5,6 +5,7 @@ import pathlib
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 LINES = {"=": "= its name", "@": "@ its file", "-": "- old text", "+": "+ new text", "!": "! its test"}
+_GATE = "python "
 # Which lines may follow a line; "" is the blank line before a mutation.
 NEXT = {"": "=", "=": "@-", "@": "-", "-": "-+!", "+": "+!", "!": ""}
 LAST = "-+!"  # lines that a mutation may end with
@@ -20,6 +21,7 @@ class Mutation:
       old: Occurs exactly once in the file.
       new: Takes its place.
       test: Id, from the repository's root, of the test that must fail; with several parameters, one must.
+        Or the command of a gate, `python -m ...`.
       where: File and line that say so.
     """
 
@@ -29,6 +31,11 @@ class Mutation:
     new: str
     test: str
     where: str
+
+    @property
+    def gate(self) -> list[str] | None:
+        """The arguments of Python, where a gate is to fail and not a test."""
+        return self.test.removeprefix(_GATE).split() if self.test.startswith(_GATE) else None
 
 
 def parse(text: str, source: str) -> list[Mutation]:

@@ -14,9 +14,11 @@ from collections.abc import Sequence
 from tests.mutants.reading import ROOT, Mutation
 
 WORKERS = 2
-TIMEOUT = 120.0
+TIMEOUT, GATE_TIMEOUT = 120.0, 360.0
 # What pytest's summary says of a test that noticed something; any other exception is a crash of the mutant.
 NOTICED = ("AssertionError", "assert ", "Failed: DID NOT RAISE")
+GATE_PYTHON = ROOT / ".venv-aot" / "bin" / "python"
+"""Runs gates, which compile for a GPU."""
 
 
 class Copy:
@@ -40,11 +42,13 @@ class Copy:
     def __exit__(self, *error: object) -> None:
         self._folder.cleanup()
 
-    def run(self, *arguments: str, timeout: float | None = None) -> subprocess.CompletedProcess[str]:
-        """Runs this interpreter in the copy, which goes before an installed kvcache_jax."""
+    def run(
+        self, *arguments: str, timeout: float | None = None, python: str | pathlib.Path = sys.executable
+    ) -> subprocess.CompletedProcess[str]:
+        """Runs Python in the copy, which goes before an installed kvcache_jax."""
         changes = {"PYTHONPATH": str(self.root), "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "400"}
         environment = {key: value for key, value in os.environ.items() if key != "PYTEST_ADDOPTS"} | changes
-        command = [sys.executable, *arguments]
+        command = [str(python), *arguments]
         return subprocess.run(
             command, cwd=self.root, env=environment, capture_output=True, text=True, timeout=timeout
         )
@@ -69,9 +73,13 @@ def why_unfit(copy: Copy, mutations: Sequence[Mutation]) -> str | None:
     found = copy.run("-c", "import kvcache_jax; print(kvcache_jax.__file__)").stdout.strip()
     if not pathlib.Path(found).is_relative_to(copy.root):
         return f"the tests would import {found or 'nothing'}, expected the copy in {copy.root}"
-    tests = sorted({mutation.test for mutation in mutations})
+    gates = {mutation.test: mutation.gate for mutation in mutations if mutation.gate}
+    if gates and not GATE_PYTHON.exists():
+        return f"there is no {GATE_PYTHON}, which runs {', '.join(gates)}: expected `make .venv-aot` before"
+    tests = sorted({mutation.test for mutation in mutations if not mutation.gate})
     with concurrent.futures.ThreadPoolExecutor(WORKERS) as executor:
         results = list(executor.map(copy.test, (tests[i::WORKERS] for i in range(min(WORKERS, len(tests))))))
+    results += [copy.run(*command, python=GATE_PYTHON) for command in gates.values()]
     texts = [result.stdout + result.stderr for result in results if result.returncode != 0]
     return "\n".join(["Without any mutation:", *texts]) if texts else None
 
@@ -82,13 +90,19 @@ def try_mutant(source: pathlib.Path, mutation: Mutation) -> tuple[bool, str]:
     with Copy(source) as copy:
         file = copy.root / mutation.file
         file.write_text(file.read_text().replace(mutation.old, mutation.new))
+        limit = GATE_TIMEOUT if mutation.gate else TIMEOUT
         try:
-            result = copy.test([mutation.test], "-x", "--tb=line", timeout=TIMEOUT)
+            if mutation.gate:
+                result = copy.run(*mutation.gate, timeout=limit, python=GATE_PYTHON)
+            else:
+                result = copy.test([mutation.test], "-x", "--tb=line", timeout=limit)
         except subprocess.TimeoutExpired:
-            return True, f"killed    {mutation.name}  by hanging for {TIMEOUT:.0f} s in {mutation.test}"
+            return True, f"killed    {mutation.name}  by hanging for {limit:.0f} s in {mutation.test}"
     seconds = f"({time.monotonic() - start:.1f} s)"
     if result.returncode == 0:
         return False, f"SURVIVED  {mutation.name}  {mutation.test}  {seconds}"
+    if mutation.gate and (failure := re.search(r"^(\S+) +FAILED: (.*)$", result.stdout, flags=re.MULTILINE)):
+        return True, f"killed    {mutation.name}  by {failure[1]}: {failure[2]}  {seconds}"
     failure = re.search(r"^(?:FAILED|ERROR) (tests/.+?) - (.*)$", result.stdout, flags=re.MULTILINE)
     if result.returncode == 1 and failure and failure[2].startswith(NOTICED):
         return True, f"killed    {mutation.name}  by {failure[1]}  {seconds}"

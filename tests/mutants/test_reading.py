@@ -43,6 +43,11 @@ SECOND = Mutation("left out", "a/c.py", "= x", "", "tests/test_b.py::test_d", "b
 THIRD = dataclasses.replace(SECOND, name="of the same file and test", old="= z", where="b.txt:20")
 
 
+def test_a_gate_may_stand_for_a_test():
+    gate = dataclasses.replace(FIRST, test="python -m tests.aot.emulated long copy").gate
+    assert gate == ["-m", "tests.aot.emulated", "long", "copy"] and FIRST.gate is None
+
+
 def test_every_space_of_a_text_counts():
     assert parse(TEXT, "b.txt") == parse(TEXT.rstrip("\n"), "b.txt") == [FIRST, SECOND, THIRD]
     assert parse("# none\n", "b.txt") == parse("", "b.txt") == []

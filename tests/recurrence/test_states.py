@@ -16,6 +16,17 @@ ONE_KIND = dict(kinds=[HashState])
 AT_JUNCTIONS = config_of_states(snapshots=kv.Snapshots(at_prompt_end=False, at_end=False), **ONE_KIND)
 
 
+def _config_of_snapshots(num_snapshots, **options):
+    """Has keys for many prompts, and blocks for that many states beside the rows' own."""
+    layers = [kv.FullAttention(1, 1), HashState(1, 1, num_blocks=6 * 6 + num_snapshots)]
+    snapshots = kv.Snapshots(**options)
+    return dataclasses.replace(config_of_states(num_blocks=200, snapshots=snapshots), layers=layers)
+
+
+TWO_SNAPSHOTS = _config_of_snapshots(2)
+BY_TOKENS_SAVED = _config_of_snapshots(9, eviction="tokens saved", at_prompt_end=False)
+
+
 def test_no_row_is_given_a_wrong_state():
     script = StateScript(0, config_of_states())
     script.run(250)
@@ -131,7 +142,7 @@ def test_the_second_identical_prompt_hits_though_it_fills_its_blocks():
 
 
 def test_a_prefill_of_any_length_stores_one_point():
-    cache = kv.init(config_of_states(0, enable_prefix_caching=False, max_query_len=96))
+    cache = kv.init(config_of_states(0, enable_prefix_caching=False, max_query_len=96, **ONE_KIND))
     points = next(g for g, group in enumerate(cache.config.groups) if "points" in group.kind.label)
     cache, _ = kv.allocate(cache, [0], [90])
     cache, step = kv.extend(cache, [90, 0, 0, 0, 0, 0], max_new=96)
@@ -140,9 +151,7 @@ def test_a_prefill_of_any_length_stores_one_point():
 
 
 def test_a_state_that_no_prompt_asked_for_is_evicted_first():
-    config = config_of_states(3, num_blocks=200)
-    config = dataclasses.replace(config, layers=[config.layers[0], HashState(1, 1, num_blocks=6 * 6 + 2)])
-    cache = kv.init(config)
+    cache = kv.init(TWO_SNAPSHOTS)
     rng = np.random.default_rng(1)
     shared = rng.integers(3, size=29).tolist()
     for tail in (0, 1):  # the second keeps the state at the junction
@@ -156,10 +165,11 @@ def test_a_state_that_no_prompt_asked_for_is_evicted_first():
     assert admission.num_cached[0] == 24
 
 
-@pytest.mark.parametrize("at_prompt_end, num_cached", [(True, 40), (False, 0)])
-def test_the_end_of_a_prompt_is_kept_if_wanted(at_prompt_end, num_cached):
+@pytest.mark.parametrize("config, num_cached", [(TWO_SNAPSHOTS, 40), (BY_TOKENS_SAVED, 0)])
+def test_the_end_of_a_prompt_is_kept_if_wanted(config, num_cached):
     """The row goes on, so that only the prompt's own end could serve its repetition."""
-    cache = kv.init(config_of_states(0, snapshots=kv.Snapshots(at_prompt_end=at_prompt_end), **ONE_KIND))
+    assert config.snapshots.at_prompt_end == (num_cached > 0)
+    cache = kv.init(config)
     prompt = np.random.default_rng(3).integers(3, size=41).tolist()
     cache, _ = _start(cache, prompt, commits=False)
     cache, _, _ = padded_step(cache, np.array([9, 0, 0, 0, 0, 0], np.int32), np.full((6, 20), 2, np.int32))
@@ -185,10 +195,13 @@ def _num_saved(cache, group_id):
 
 
 def test_the_state_that_saves_the_fewest_tokens_for_its_age_is_evicted_first():
-    config = config_of_states(3, num_blocks=200, snapshots=kv.Snapshots(eviction="tokens saved"))
-    layers = [config.layers[0], HashState(1, 1, num_blocks=6 * 6 + 9)]
-    cache = kv.init(dataclasses.replace(config, layers=layers))
+    cache = kv.init(BY_TOKENS_SAVED)
     [group_id] = cache.config.snapshot_groups
+
+    @jax.jit
+    def evict_one(control):
+        return make_room(control, {group_id: control.block_pools[group_id].num_free + 1}, cache.config)
+
     rng, num_evicted = np.random.default_rng(5), 0
     texts = [rng.integers(3, size=90).tolist() for _ in range(3)]
     for _ in range(40):
@@ -200,10 +213,8 @@ def test_the_state_that_saves_the_fewest_tokens_for_its_age_is_evicted_first():
         cached = cache.control.block_pools[group_id].cached
         age = {block: float(cached.tail - cached.queued_at[block]) for block in saved}
         worst = max(saved, key=lambda block: age[block] / saved[block])
-        control = make_room(
-            cache.control, {group_id: cache.control.block_pools[group_id].num_free + 1}, cache.config
-        )
-        cache, num_evicted = dataclasses.replace(cache, control=control), num_evicted + 1
+        cache = dataclasses.replace(cache, control=evict_one(cache.control))
+        num_evicted += 1
         assert {*_num_saved(cache, group_id)} == {*saved} - {worst}
     assert num_evicted > 20 and kv.check_invariants(cache) == []
 
@@ -238,19 +249,14 @@ def test_a_state_of_drafts_is_not_published():
 
 
 def test_a_donated_step_copies_no_pool():
-    pool_bytes, sizes = [], []
-    step = jax.jit(_plain_step, donate_argnums=0)
-    for num_blocks in (64, 256):
-        layers = [kv.FullAttention(1, 1), *[HashState(1, 1, width=1024, num_blocks=num_blocks)] * 2]
-        config = kv.CacheConfig(layers, num_blocks=64, block_size=BLOCK, max_seqs=6, max_seq_len=96)
-        cache = jax.eval_shape(lambda config=config: kv.init(config))
-        num_new = jax.ShapeDtypeStruct((6,), jnp.int32)
-        tokens = [jax.ShapeDtypeStruct((6, width), jnp.int32) for width in (1, 20)]
-        compiled = [step.lower(cache, num_new, new).compile() for new in tokens]
-        sizes.append([program.memory_analysis().temp_size_in_bytes for program in compiled])
-        pool_bytes.append(kv.memory_bytes(config))
-    growth = np.subtract(*sizes[::-1])
-    assert (growth < 0.05 * np.subtract(*pool_bytes[::-1])).all(), (sizes, pool_bytes)
+    layers = [kv.FullAttention(1, 1), *[HashState(1, 1, width=1024, num_blocks=2**13)] * 2]
+    config = kv.CacheConfig(layers, num_blocks=64, block_size=BLOCK, max_seqs=6, max_seq_len=96)
+    cache = jax.eval_shape(lambda: kv.init(config))
+    num_new = jax.ShapeDtypeStruct((6,), jnp.int32)
+    for width in (1, 20):
+        program = kv.donate(_plain_step).lower(cache, num_new, jax.ShapeDtypeStruct((6, width), jnp.int32))
+        memory = program.compile().memory_analysis()
+        assert memory.temp_size_in_bytes < 0.05 * kv.memory_bytes(config), memory
 
 
 def _plain_step(cache, num_new, tokens):

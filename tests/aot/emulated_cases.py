@@ -1,0 +1,175 @@
+"""What is emulated (`python -m tests.aot.emulated`): named shapes of all kernels, and random decodes.
+
+Whatever must not be read is NaN, in blocks that were given back as in rows that are not reached.
+"""
+
+import functools
+import random
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import mosaic_gpu, reference
+from pallas_kernels.mosaic_gpu import append, decode, move_blocks
+from pallas_kernels.shapes import DECODE_SHAPES, DecodeShape
+
+NUM_LAYERS, NUM_BLOCKS, NUM_IDS = 2, 11, 4
+NOWHERE = 2**30
+# (num_kv_heads, block_size, head_dim, dtype); chunks of less than a block, of uneven parts, of whole blocks.
+POOLS = {
+    "bf16_16x64": (2, 16, 64, "bfloat16"),
+    "f16_24x128": (3, 24, 128, "float16"),
+    "f32_8x256": (1, 8, 256, "float32"),
+    "bf16_72x64": (1, 72, 64, "bfloat16"),
+}
+# Parts, and the axes of what is merged.
+MERGES = {
+    "one_part": (1, 5, 64),
+    "3_parts": (3, 5, 64),
+    "6_parts_126_lanes": (6, 2, 3, 7, 128),
+    "head_256": (2, 33, 256),
+}
+TOLERANCES = {"bfloat16": 5e-3, "float16": 5e-4}
+"""Of what decodes give: weights are rounded to the pools' dtype before they meet the values."""
+SMALL_GPU: dict[Any, dict[str, int]] = {
+    decode: dict(NUM_SMS=1),
+    append: dict(NUM_SMS=1, _CTAS_PER_SM=1),
+    move_blocks: dict(NUM_SMS=1, MAX_CTAS_PER_SM=2, MAX_STAGES=3, MAX_CHUNK_BYTES=2048),
+}
+"""Of modules: a GPU on which only long rows are split into several items, and rings go round."""
+
+
+class Case(NamedTuple):
+    """One call of a kernel.
+
+    Attributes:
+      name: Of the kernel and the shape.
+      call: Calls it, without `jit`.
+      expected: Computes what it ought to give, by the reference; NaN where nothing is to be written.
+      rtol, atol: How exact it must be.
+    """
+
+    name: str
+    call: Callable[[], Any]
+    expected: Callable[[], Any]
+    rtol: float = 0.0
+    atol: float = 0.0
+
+
+def cases(num_random: int, seed: int) -> list[Case]:
+    """All named shapes, and so many random ones."""
+    draw = random.Random(seed)
+    shapes = (*DECODE_SHAPES, *(_random_shape(f"random_{seed}_{nth}", draw) for nth in range(num_random)))
+    plain = DECODE_SHAPES[0]
+    return [
+        *(_decode(f"decode_{shape.name}", shape, shape.dtype) for shape in shapes),
+        _decode("decode_of_32_bits", plain, "float32"),
+        *(_merge(f"merge_{name}", shape) for name, shape in MERGES.items()),
+        *(_move(kernel, name, 3) for kernel in ("gather", "scatter", "copy") for name in POOLS),
+        *(
+            _move(kernel, "bf16_16x64", count)
+            for kernel in ("gather", "scatter", "copy")
+            for count in (0, NUM_IDS)
+        ),
+        *(_append(name, num_tokens) for name, num_tokens in zip(POOLS, (1, 7, 5, 19), strict=True)),
+    ]
+
+
+def _decode(name: str, shape: DecodeShape, out_dtype: str) -> Case:
+    # Made when it is needed, for the arrays of all cases would be many.
+    @functools.cache
+    def problem():
+        return shape.problem()
+
+    def call() -> Any:
+        each, options = problem(), dict(layer=problem().layer, sink_logits=problem().sink_logits)
+        return decode.paged_decode(*each[:6], **options, out_dtype=jnp.dtype(out_dtype))
+
+    def expected() -> Any:
+        each = problem()
+        options = dict(layer=each.layer, sink_logits=each.sink_logits)
+        out, lse = jax.jit(reference.paged_decode, static_argnums=5)(*each[:6], **options)
+        return out, lse
+
+    return Case(name, call, expected, float(jnp.finfo(out_dtype).eps), TOLERANCES[shape.dtype])
+
+
+def _random_shape(name: str, draw: random.Random) -> DecodeShape:
+    window = draw.choice([None, None, draw.randint(1, 200)])
+    lens = [draw.choice([0, draw.randint(1, 40), draw.randint(1, 330)]) for _ in range(draw.randint(0, 2))]
+    return DecodeShape(
+        name,
+        (draw.randint(1, 330), *lens),
+        num_kv_heads=draw.choice([1, 2]),
+        group_size=draw.choice([1, 2, 3, 4, 5, 7, 8, 16]),
+        head_dim=draw.choice([64, 128, 128, 256]),
+        block_size=draw.choice([8, 16, 24, 32, 40, 48, 64, 88, 128, 200, 256, 512]),
+        num_queries=draw.choice([1, 1, 1, 2, 3, 5, 8]),
+        dtype=draw.choice(list(TOLERANCES)),
+        window=window,
+        num_sink_tokens=draw.randint(0, 40) if window else 0,
+        soft_cap=draw.choice([None, 20.0]),
+        has_sink_logits=draw.random() < 0.4,
+    )
+
+
+def _merge(name: str, shape: tuple[int, ...]) -> Case:
+    rng = np.random.default_rng(0)
+    outs = rng.standard_normal(shape).astype(np.float32)
+    lses = 3 * rng.standard_normal(shape[:-1]).astype(np.float32)
+    lses[0].reshape(-1)[::2] = -np.inf  # a part that saw nothing may hold anything
+    outs[0].reshape(-1, shape[-1])[::2] = np.nan
+    lses.reshape(shape[0], -1)[:, 1] = -np.inf
+    arrays = jnp.asarray(outs), jnp.asarray(lses)
+    call = functools.partial(mosaic_gpu.merge_attention, *arrays)
+    return Case(name, call, functools.partial(jax.jit(reference.merge_attention), *arrays), 1e-5, 1e-5)
+
+
+def _pools(rng: np.random.Generator, name: str, owned: np.ndarray) -> list[jax.Array]:
+    """K and V pools that are NaN but for the blocks `owned`, within each layer."""
+    *shape, dtype = POOLS[name]
+    pools = [np.full((NUM_LAYERS, NUM_BLOCKS, *shape), np.nan, np.float32) for _ in "kv"]
+    for pool in pools:
+        pool[:, owned] = rng.standard_normal(pool[:, owned].shape)
+    return [jnp.asarray(pool.reshape(-1, *shape), dtype) for pool in pools]
+
+
+def _move(kernel: str, name: str, count: int) -> Case:
+    """Of blocks; the ids after `count` are partly out of range."""
+    rng = np.random.default_rng(count)
+    *shape, dtype = POOLS[name]
+    order = rng.permutation(NUM_BLOCKS).astype(np.int32)
+    ids, others = np.array([5, NOWHERE, -1, 8], np.int32), np.full(NUM_IDS, order[-1], np.int32)
+    ids[:count], others[:count] = order[:count], order[NUM_IDS : NUM_IDS + count]
+    arguments = _pools(rng, name, order[:count] if kernel == "gather" else order[[*range(count), -1, -2]])
+    if kernel == "scatter":
+        blocks = [rng.standard_normal((NUM_LAYERS, NUM_IDS, *shape)) for _ in "kv"]
+        arguments += [jnp.asarray(block, dtype).at[:, count:].set(jnp.nan) for block in blocks]
+    arguments += [jnp.asarray(ids), *([jnp.asarray(others)] if kernel == "copy" else []), jnp.int32(count)]
+
+    def call(module: Any) -> Any:
+        found = getattr(module, f"{kernel}_blocks")(*arguments, num_blocks=NUM_BLOCKS)
+        return [each[:, :count] for each in found] if kernel == "gather" else found
+
+    calls = (functools.partial(call, module) for module in (mosaic_gpu, reference))
+    return Case(f"{kernel}_{name}_{count}", *calls)
+
+
+def _append(name: str, num_tokens: int) -> Case:
+    """Of tokens, the last but one of which goes nowhere."""
+    rng = np.random.default_rng(num_tokens)
+    num_heads, block_size, head_dim, dtype = POOLS[name]
+    pools = _pools(rng, name, np.arange(3))
+    values = [jnp.asarray(rng.standard_normal((num_tokens, num_heads, head_dim)), dtype) for _ in "kv"]
+    slots = rng.permutation(NUM_BLOCKS * block_size)[:num_tokens].astype(np.int32)
+    slots[-2:-1] = NOWHERE
+    arguments = (*pools, *values, jnp.asarray(slots))
+    options = dict(num_blocks=NUM_BLOCKS, layer=1)
+    return Case(
+        f"append_{name}_{num_tokens}",
+        functools.partial(mosaic_gpu.append_kv, *arguments, **options),
+        functools.partial(reference.append_kv, *arguments, **options),
+    )

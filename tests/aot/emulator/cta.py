@@ -1,0 +1,350 @@
+"""A CTA of 128 threads in lock step: instruction after instruction, in one of two models of asynchrony."""
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from tests.aot.descriptors import Descriptor
+from tests.aot.emulator import tensor_cores
+from tests.aot.emulator.arithmetic import TYPES, compute
+from tests.aot.emulator.copies import Barrier, Copy, tensor_copy
+from tests.aot.emulator.memory import (
+    NUM_THREADS,
+    SHARED,
+    FaultError,
+    GlobalMemory,
+    SharedMemory,
+    UnknownError,
+)
+from tests.aot.emulator.program import Instruction, Program, split
+
+MAX_STEPS = 100_000
+"""Instructions of a CTA; more are taken for a loop without an end."""
+_PARAMETERS, _DESCRIPTOR_BYTES = 1 << 60, 128
+_WARP, _LANE = np.divmod(np.arange(NUM_THREADS), 32)
+_ALL = np.ones(NUM_THREADS, bool)
+_ADDRESS = re.compile(r"\[\s*([^\s\]+]+)(?:\+(-?\d+))?\s*\]")
+_TENSOR = re.compile(r"\[\s*(\S+), (\{.*\})\s*\]")
+_REGISTER_BITS = {"%rd": 64, "%rs": 16}
+
+
+class Launch(NamedTuple):
+    """What all CTAs of a kernel share.
+
+    Attributes:
+      program: Of the kernel.
+      memory: Global memory.
+      pointers: Addresses that the kernel gets, in order.
+      tensors: Descriptors that it gets, and the bytes of the array of each.
+      shared_memory: Bytes.
+      lands_late: Copies and products land only when they are waited for; else at once.
+    """
+
+    program: Program
+    memory: GlobalMemory
+    pointers: Sequence[int]
+    tensors: Sequence[tuple[Descriptor, np.ndarray]]
+    shared_memory: int
+    lands_late: bool
+
+
+class _Product(NamedTuple):
+    """A wgmma on its way: `accumulators += a @ b`."""
+
+    a: np.ndarray
+    b: np.ndarray
+    accumulators: list[str]
+    dtype: str
+
+
+class Cta:
+    """One; `run` runs it."""
+
+    def __init__(self, launch: Launch, index: int):
+        self._launch, self._program = launch, launch.program
+        self._shared = SharedMemory(launch.shared_memory)
+        self._barriers: dict[int, Barrier] = {}
+        self._stores: list[list[Copy]] = [[]]  # groups; the last one is open
+        self._products: list[list[_Product]] = [[]]
+        self._unfenced: set[str] = set()  # registers that were written since the last wgmma.fence
+        threads = np.arange(NUM_THREADS, dtype=np.uint64)
+        self._registers = {"%tid.x": threads, "%ctaid.x": np.full_like(threads, index)}
+        self._registers["__dynamic_shmem__0"] = np.full_like(threads, SHARED)
+        for nth, name in enumerate(self._program.parameters):
+            self._registers[name] = np.full_like(threads, _PARAMETERS + (nth << 20))
+
+    def run(self) -> None:
+        """Runs all instructions.
+
+        Raises:
+          FaultError: One of them is wrong, or may be on a GPU.
+          UnknownError: The emulator has to learn it first.
+        """
+        position, instructions = 0, self._program.instructions
+        with np.errstate(all="ignore"):
+            for _ in range(MAX_STEPS):
+                if position == len(instructions):
+                    break
+                instruction = instructions[position]
+                try:
+                    position = self._step(instruction, position)
+                except FaultError as fault:
+                    raise FaultError(f"{instruction.where}: {fault}") from None
+                except (UnknownError, LookupError, TypeError, ValueError) as error:
+                    raise UnknownError(f"{instruction.where}: {error!r}") from error
+            else:
+                raise FaultError(f"is not at its end after {MAX_STEPS} instructions")
+            self._wait_for_stores(0, is_read_only=False, is_end=True)
+        self._shared.check_idle()
+
+    def _step(self, instruction: Instruction, position: int) -> int:
+        """Executes an instruction, and returns the position of the next."""
+        active = _ALL
+        if instruction.predicate:
+            active = self._registers[instruction.predicate] != instruction.is_negated
+        words, operands = instruction.words, instruction.operands
+        if words[0] in ("bra", "ret"):
+            if active.any() and not active.all():
+                raise FaultError("branches in some threads only")
+            if not active.any():
+                return position + 1
+            return self._program.labels[operands[0]] if words[0] == "bra" else len(self._program.instructions)
+        handler = getattr(self, f"_{words[0]}", None)
+        if handler:
+            if active.any():
+                handler(words, operands, active)
+        elif words[0] != "prefetch":
+            self._write(operands[0].split("|")[0], compute(words, operands[1:], self._read), active)
+        return position + 1
+
+    # Registers.
+
+    def _read(self, operand: str, dtype: np.dtype) -> np.ndarray:
+        if operand in self._registers:
+            bits = self._registers[operand]
+            return bits if bits.dtype == dtype else bits.astype(f"u{dtype.itemsize}").view(dtype)
+        number = int(operand[2:], 16) if operand.startswith("0f") else int(operand, 0)
+        bits = np.array(number & (1 << 8 * dtype.itemsize) - 1, f"u{dtype.itemsize}").view(dtype)
+        return np.full(NUM_THREADS, bits)
+
+    def _write(self, register: str, values: np.ndarray, active: np.ndarray) -> None:
+        if values.dtype != bool:
+            bits = _REGISTER_BITS.get(register[:3], 32)
+            if values.dtype.kind == "i" and values.dtype.itemsize * 8 < bits:
+                values = values.astype(f"i{bits // 8}")
+            values = values.view(f"u{values.dtype.itemsize}").astype(np.uint64)
+        if not active.all():
+            values = np.where(active, values, self._registers.get(register, np.zeros_like(values)))
+        self._registers[register] = values
+        self._unfenced.add(register)
+
+    def _addresses(self, operand: str) -> np.ndarray:
+        place = _ADDRESS.fullmatch(operand)
+        if place is None:
+            raise UnknownError(f"the address {operand!r}")
+        return self._read(place[1], TYPES["s64"]) + int(place[2] or 0)
+
+    def _same(self, values: np.ndarray) -> int:
+        """The value that all threads have."""
+        if (values != values[0]).any():
+            raise FaultError("differs between threads, expected the same")
+        return int(values[0])
+
+    def _mov(self, words, operands, active) -> None:
+        """Also of several registers into one, or of one into several."""
+        targets, sources, whole = split(operands[0]), split(operands[1]), TYPES[words[-1]]
+
+        def part(number: int) -> np.dtype:
+            return whole if number == 1 else np.dtype(f"u{whole.itemsize // number}")
+
+        values = np.stack([self._read(name, part(len(sources))) for name in sources], axis=1)
+        for name, column in zip(targets, values.view(part(len(targets))).T, strict=True):
+            self._write(name, column.copy(), active)
+
+    def _elect(self, words, operands, active) -> None:
+        register, predicate = operands[0].split("|")
+        self._write(register, np.zeros(NUM_THREADS, np.uint32), active)
+        self._write(predicate, _LANE == 0, active)
+
+    def _shfl(self, words, operands, active) -> None:
+        values, lane = (self._read(operand, TYPES["u32"]) for operand in operands[1:3])
+        source = {"bfly": _LANE ^ lane, "idx": lane & 31}[words[2]].astype(np.int64)
+        self._write(operands[0].split("|")[0], values[_WARP * 32 + source], active)
+
+    # Memory, by threads.
+
+    def _ld(self, words, operands, active) -> None:
+        if words[1].startswith("param"):
+            pointer = self._launch.pointers[self._program.parameters.index(operands[1].strip("[]"))]
+            return self._write(operands[0], np.full(NUM_THREADS, pointer, np.uint64), active)
+        names, dtype = split(operands[0]), TYPES[words[-1]]
+        addresses, num_bytes = self._addresses(operands[1])[active], dtype.itemsize * len(names)
+        if words[1] == "shared":
+            loaded = self._shared.read(addresses, num_bytes, _WARP[active])
+        elif words[1] == "global":
+            loaded = self._launch.memory.read(addresses, num_bytes)
+        else:
+            raise UnknownError("a load")
+        values = np.zeros((NUM_THREADS, num_bytes), np.uint8)
+        values[active] = loaded
+        for name, column in zip(names, values.view(dtype).T, strict=True):
+            self._write(name, column.copy(), active)
+
+    def _st(self, words, operands, active) -> None:
+        if words[1] != "shared":
+            raise UnknownError("a store")
+        values = np.stack([self._read(name, TYPES[words[-1]]) for name in split(operands[1])], axis=1)
+        addresses = self._addresses(operands[0])[active]
+        self._shared.write(addresses, values.view(np.uint8)[active], _WARP[active])
+
+    def _ldmatrix(self, words, operands, active) -> None:
+        names = split(operands[0])
+        threads, addresses = tensor_cores.row_addresses(self._addresses(operands[1]), len(names))
+        rows = self._shared.read(addresses, 16, _WARP[threads])
+        registers = tensor_cores.to_registers(rows, len(names), "trans" in words)
+        for name, values in zip(names, registers, strict=True):
+            self._write(name, values, active)
+
+    def _stmatrix(self, words, operands, active) -> None:
+        registers = np.stack([self._read(name, TYPES["b32"]) for name in split(operands[1])])
+        threads, addresses = tensor_cores.row_addresses(self._addresses(operands[0]), len(registers))
+        rows = tensor_cores.from_registers(registers, "trans" in words)
+        self._shared.write(addresses, rows, _WARP[threads])
+
+    # What threads wait for.
+
+    def _bar(self, words, operands, active) -> None:
+        if not active.all() or operands[1:] not in ((), (str(NUM_THREADS),)):
+            raise FaultError(f"is a barrier of some threads, expected all {NUM_THREADS}")
+        self._shared.barrier()
+        for barrier in self._barriers.values():
+            barrier.is_known |= barrier.is_fenced
+
+    def _fence(self, words, operands, active) -> None:
+        if words[1:3] == ("proxy", "async"):
+            if not active.all():
+                raise FaultError("is a fence of some threads, expected all")
+            self._shared.fence()
+        for barrier in self._barriers.values():
+            barrier.is_fenced |= words[1] == "mbarrier_init"
+
+    def _mbarrier(self, words, operands, active) -> None:
+        if words[1] == "init":
+            place = self._same(self._addresses(operands[0])[active])
+            self._barriers[place] = Barrier(self._same(self._read(operands[1], TYPES["u32"])))
+        elif words[1:3] == ("arrive", "expect_tx"):
+            self._barrier(operands[1], active).arrive(self._read(operands[2], TYPES["u32"])[active])
+        elif words[1:3] == ("try_wait", "parity"):
+            barrier = self._barrier(operands[1], active)
+            parity = self._same(self._read(operands[2], TYPES["u32"]))
+            if barrier.phase % 2 == parity and not barrier.pending:
+                barrier.land(self._shared)
+            if barrier.phase % 2 == parity:
+                missing = f"{barrier.pending} have not arrived, {barrier.num_bytes} bytes are not there"
+                raise FaultError(f"waits forever: {missing}")
+        else:
+            raise UnknownError("an instruction")
+
+    def _barrier(self, operand: str, threads: np.ndarray) -> Barrier:
+        barrier = self._barriers.get(self._same(self._addresses(operand)[threads]))
+        if barrier is None or not barrier.is_known:
+            raise FaultError("uses a barrier that was not made, fenced and passed on by a bar.sync before")
+        return barrier
+
+    # The copy engine.
+
+    def _cp(self, words, operands, active) -> None:
+        if "commit_group" in words:
+            return self._stores.append([])
+        if "wait_group" in words:
+            return self._wait_for_stores(int(operands[0]), "read" in words)
+        if words[1:3] != ("async", "bulk"):
+            raise UnknownError("an instruction")
+        for thread in np.flatnonzero(active).tolist():
+            if "bulk_group" in words:
+                store = self._copy(operands[0], operands[1], operands[2:], thread)
+                self._shared.begin_read(store.places)
+                if not self._launch.lands_late:
+                    store.array[store.offsets] = self._shared.data[store.places]
+                self._stores[-1].append(store)
+            else:
+                barrier = self._barrier(operands[-1], np.array([thread]))
+                load = self._copy(operands[1], operands[0], operands[2:-1], thread)
+                self._shared.begin_write(load.places, _WARP[thread])
+                barrier.loads.append(load)
+                if not self._launch.lands_late:
+                    barrier.land(self._shared)
+
+    def _copy(self, place: str, shared: str, length: Sequence[str], thread: int) -> Copy:
+        """Between a tensor's box, or `length` bytes at an address, and shared memory."""
+        address = int(self._addresses(shared)[thread])
+        if tensor := _TENSOR.fullmatch(place):
+            nth = int(self._read(tensor[1], TYPES["u64"])[thread]) % (1 << 20) // _DESCRIPTOR_BYTES
+            first = [int(self._read(name, TYPES["s32"])[thread]) for name in split(tensor[2])]
+            return tensor_copy(*self._launch.tensors[nth], tuple(reversed(first)), address)
+        num_bytes = int(self._read(length[0], TYPES["u32"])[thread])
+        target = int(self._addresses(place)[thread])
+        if num_bytes % 16 or address % 16 or target % 16:
+            raise FaultError(
+                f"copies {num_bytes} bytes between {address} and {target}, expected multiples of 16"
+            )
+        array, offset = self._launch.memory.find(target, num_bytes)
+        return Copy(address + np.arange(num_bytes), array, offset + np.arange(num_bytes))
+
+    def _wait_for_stores(self, num_groups: int, is_read_only: bool, is_end: bool = False) -> None:
+        """Lets all but the last `num_groups` groups read, and if not `is_read_only`, also write."""
+        committed = self._stores[: len(self._stores) - 1 - num_groups] if not is_end else self._stores
+        for store in (store for group in committed for store in group):
+            if store.taken is None and not is_end:
+                store.taken = self._shared.data[store.places]
+                self._shared.end_read(store.places)
+            if self._launch.lands_late and not is_read_only and store.taken is not None:
+                store.array[store.offsets] = store.taken
+        if not is_read_only:
+            del self._stores[: len(committed)]
+
+    # Tensor cores.
+
+    def _wgmma(self, words, operands, active) -> None:
+        if words[1] == "fence":
+            self._unfenced.clear()
+        elif words[1] == "commit_group":
+            self._products.append([])
+        elif words[1] == "wait_group":
+            num_groups = int(operands[0])
+            while len(self._products) - 1 > num_groups:
+                for product in self._products.pop(0):
+                    if self._launch.lands_late:
+                        self._multiply(product)
+                    for places in (product.a, product.b):
+                        self._shared.end_read(places)
+        else:
+            self._begin_product(words, operands)
+
+    def _begin_product(self, words, operands) -> None:
+        num_columns, dtype = tensor_cores.product_shape(words)
+        accumulators, *factors = split(operands[0]), *operands[1:3]
+        if operands[3:6] != ("1", "1", "1"):
+            raise UnknownError("a product")
+        if changed := self._unfenced.intersection(accumulators):
+            raise FaultError(f"adds to {sorted(changed)}, which were written without a wgmma.fence after it")
+        places = []
+        for factor, num_rows, transposed in zip(factors, (64, num_columns), operands[6:], strict=True):
+            descriptor = self._same(self._read(factor, TYPES["u64"]))
+            places.append(tensor_cores.operand_places(descriptor, num_rows, transposed == "1"))
+        product = _Product(*places, accumulators, dtype)
+        for each in places:
+            self._shared.begin_read(each)
+        if not self._launch.lands_late:
+            self._multiply(product)
+        self._products[-1].append(product)
+
+    def _multiply(self, product: _Product) -> None:
+        a, b = (tensor_cores.numbers(self._shared.data, places, product.dtype) for places in product[:2])
+        result = a @ b.T
+        for nth, name in enumerate(product.accumulators):
+            row, column = tensor_cores.accumulator_place(nth)
+            total = self._read(name, TYPES["f32"]) + result[row, column]
+            self._registers[name] = total.view(np.uint32).astype(np.uint64)

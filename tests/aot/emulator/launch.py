@@ -1,0 +1,113 @@
+"""Compiles the kernels of a function for H200, and runs them on the CPU in their place.
+
+In a process that has called `prepare` before its first use of CUDA's compiler.
+"""
+
+import contextlib
+import os
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.mosaic_gpu import append, decode, merge, move_blocks
+from tests.aot import h200
+from tests.aot.descriptors import HostCode, read_host_code
+from tests.aot.dump import shared_memory_sizes
+from tests.aot.emulator.cta import Cta, Launch
+from tests.aot.emulator.memory import GlobalMemory, UnknownError
+from tests.aot.emulator.program import Program, parse
+
+_LAUNCHERS = (append, decode, merge, move_blocks)
+
+
+class Kernel(NamedTuple):
+    """One, compiled; `shared_memory` are bytes."""
+
+    program: Program
+    host: HostCode
+    shared_memory: int
+
+
+_compiled: dict[str, Kernel] = {}
+
+
+def prepare(folder: pathlib.Path) -> None:
+    """Has this process compile for H200, and dump to an empty folder."""
+    jax.config.update("jax_platforms", "cpu")
+    os.environ["XLA_FLAGS"] = (os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0").strip()
+    os.environ["MOSAIC_GPU_DUMP_TO"] = str(folder)
+
+
+@contextlib.contextmanager
+def emulated(lands_late: bool) -> Iterator[None]:
+    """Within it, kernels of functions that are called without `jit` are emulated; see `Launch`."""
+    launchers = [(module, module.launch) for module in _LAUNCHERS]
+
+    def launch(body: Callable, *, cost: Any, interpret: bool, **options: Any) -> Callable:
+        def call(*inputs: Any) -> Any:
+            kernel = launchers[0][1](body, cost=cost, interpret=False, **options)
+            return _run(kernel, options, inputs, lands_late)
+
+        return call
+
+    try:
+        for module, _ in launchers:
+            module.launch = launch
+        yield
+    finally:
+        for module, original in launchers:
+            module.launch = original
+
+
+def _run(kernel: Callable, options: dict[str, Any], inputs: tuple, lands_late: bool) -> Any:
+    """Runs all CTAs; references among the inputs are changed in place."""
+    is_ref = [isinstance(each, jax.Ref) for each in inputs]
+    arrays = [each[...] if ref else each for each, ref in zip(inputs, is_ref, strict=True)]
+
+    def program(*arrays: jax.Array) -> Any:
+        refs = [jax.new_ref(array) if ref else array for array, ref in zip(arrays, is_ref, strict=True)]
+        return kernel(*refs), [each[...] for each, ref in zip(refs, is_ref, strict=True) if ref]
+
+    compiled = _compile(program, arrays)
+    results = options.get("out_type", ())
+    is_one = isinstance(results, jax.ShapeDtypeStruct)
+    results = [results] if is_one else list(results)
+    # What no CTA writes is as bad as what another kernel left there.
+    nan = [np.full(result.shape, np.nan).astype(result.dtype) for result in results]
+    buffers = [np.array(array) for array in arrays] + nan
+    memory = GlobalMemory()
+    addresses = [memory.add(buffer) for buffer in buffers]
+    host = compiled.host
+    tensors = [(each, buffers[each.buffer].reshape(-1).view(np.uint8)) for each in host.descriptors]
+    pointers = [addresses[nth] for nth in host.pointers]
+    launch = Launch(compiled.program, memory, pointers, tensors, compiled.shared_memory, lands_late)
+    [num_ctas] = options["grid"]
+    for index in range(num_ctas):
+        Cta(launch, index).run()
+    for each, buffer in zip(inputs, buffers, strict=False):
+        if isinstance(each, jax.Ref):
+            each[...] = jnp.asarray(buffer)
+    outs = [jnp.asarray(buffer) for buffer in buffers[len(arrays) :]]
+    return outs[0] if is_one else outs
+
+
+def _compile(program: Callable, arrays: list[jax.Array]) -> Kernel:
+    with h200.lowering():
+        lowered = jax.jit(program).lower(*h200.place(arrays))
+    text = lowered.as_text()
+    if text not in _compiled:
+        folder = pathlib.Path(os.environ["MOSAIC_GPU_DUMP_TO"])
+        before = set(folder.glob("*.ptx"))
+        lowered.compile()
+        new = set(folder.glob("*.ptx")) - before
+        if len(new) != 1:
+            raise UnknownError(f"{len(new)} kernels were compiled, expected one")
+        path = new.pop()
+        passes = path.with_suffix(".mlir-passes.log").read_text(errors="replace")
+        size = int(shared_memory_sizes(passes)[-1])
+        _compiled[text] = Kernel(parse(path.read_text()), read_host_code(passes), size)
+    return _compiled[text]
