@@ -197,6 +197,21 @@ class CacheConfig:
         """Most new tokens of one row in one `extend`."""
         return self.max_query_len or self.max_seq_len
 
+    def piece_len(self, most: int) -> int:
+        """Returns the longest piece of a prompt, of at most `most` tokens, that ends where trips of states do.
+
+        States differ in their last bits where other tokens were computed together. In such pieces, whole blocks
+        or equal parts of one, a row that starts from a hit computes what it computes from its beginning.
+        """
+        sizes = (group.block_size for group in self.row_groups.values() if group.span.is_read_later)
+        unit = math.lcm(*sizes)  # 1 without states
+        return most // unit * unit or max(n for n in range(1, most + 1) if unit % n == 0)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether some layers are recurrent."""
+        return any(group.span.is_read_later for group in self.row_groups.values())
+
     @property
     def drop_unit(self) -> int:
         """Tokens whose blocks a row releases from within itself together: whole blocks of every group."""

@@ -127,6 +127,8 @@ def make_room(state: EngineState, options: Options) -> tuple[EngineState, jax.Ar
     """
     state = fork_samples(state)
     state, is_stalled = preempt(state, options)
+    if state.cache.config.has_states:
+        is_stalled |= state.num_to_compute > 1
     wanted = ((state.num_to_compute > 0) & ~is_stalled).astype(jnp.int32)
     return dataclasses.replace(state, cache=reserve(state.cache, wanted, 1)), is_stalled
 
