@@ -198,10 +198,10 @@ class CacheConfig:
         return self.max_query_len or self.max_seq_len
 
     def piece_len(self, most: int) -> int:
-        """Returns the longest piece of a prompt, of at most `most` tokens, that ends where trips of states do.
+        """Returns the longest piece of a prompt, of at most `most` tokens, that ends on the grid of states.
 
-        States differ in their last bits where other tokens were computed together. In such pieces, whole blocks
-        or equal parts of one, a row that starts from a hit computes what it computes from its beginning.
+        States differ in their last bits where other tokens are computed together. In pieces of whole blocks,
+        or of equal parts of one, a row that starts from a hit computes what it computes from its beginning.
         """
         sizes = (group.block_size for group in self.row_groups.values() if group.span.is_read_later)
         unit = math.lcm(*sizes)  # 1 without states
