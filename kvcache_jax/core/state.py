@@ -1,7 +1,7 @@
 """The cache as a value: one immutable pytree, control state beside the pools of keys and values."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -355,6 +355,9 @@ class RecurrentPlan:
       full_ids: i32[r], the block of entries that is full then.
       new_point_ids: i32[r], the point at its end, or nowhere.
     """
+
+    num_called: ClassVar[int | None] = None
+    """Layers of the kind that were called with this very plan, or None where that is not known."""
 
     token: jax.Array
     num_tokens: jax.Array

@@ -9,7 +9,7 @@ import pytest
 
 import kvcache_jax as kv
 from kvcache_jax.prefix.eviction import make_room
-from tests.support.hash_states import HashState, expected
+from tests.support.hash_states import HashState, StatePerToken, expected
 from tests.support.state_script import (
     BLOCK,
     StateScript,
@@ -318,3 +318,27 @@ def test_calls_that_do_not_fit_are_refused():
         kv.rewrite(cache, [0], [[1]])
     with pytest.raises(NotImplementedError, match="drop and layers.1. is HashState, expected layers of keys"):
         kv.compression.drop(cache, [0], [1], [1])
+
+
+def test_layers_out_of_order_are_refused():
+    """One after another of each kind; again from the first one on, as by a function that is traced twice."""
+    cache = kv.init(
+        config_of_states(enable_prefix_caching=False, kinds=[HashState, StatePerToken, HashState])
+    )
+    cache, _ = kv.allocate(cache, [0], [3])
+
+    def call(step, *layers):
+        for layer in layers:
+            kv.recurrence(cache, layer, {"token": jnp.zeros((6, 4), jnp.uint32)}, step)
+
+    def trace(*layers):
+        jax.eval_shape(lambda: call(kv.extend(cache, [3, 0, 0, 0, 0, 0], max_new=4)[1], *layers))
+
+    trace(1, 2, 3, 1, 1, 3)
+    trace(2, 1, 3)
+    message = r"got layer 3 and not yet layer 1 with this step, expected layers \[1, 3\] in this order"
+    for layers in ([3], [2, 3, 1]):
+        with pytest.raises(ValueError, match=message):
+            trace(*layers)
+    _, step = kv.extend(cache, [3, 0, 0, 0, 0, 0], max_new=4)
+    jax.eval_shape(lambda step: call(step, 3, 1), step)  # not known
