@@ -88,8 +88,8 @@ def note_call(plan: RecurrentPlan, group: LayerGroup, index: Any, layer: Any) ->
     if index > plan.num_called:
         raise ValueError(
             f"recurrence got layer {layer!r} and not yet layer {group.layer_ids[plan.num_called]} with this "
-            f"step, expected layers {list(group.layer_ids)} in this order, once each: the last one folds what "
-            "all of them stored"
+            f"step, expected layers {list(group.layer_ids)} in this order, once each: the last one folds "
+            "what all of them stored"
         )
     object.__setattr__(plan, "num_called", int(index) + 1)
 
