@@ -68,14 +68,6 @@ def plan_recurrence(control: Control, step: Step, group_id: int, config: CacheCo
     )
 
 
-def watch_calls(step: Step) -> Step:
-    """Lets a step note which of its recurrent layers are called; one that passes a `jit` notes none."""
-    for plan in step.plans:
-        if isinstance(plan, RecurrentPlan):
-            object.__setattr__(plan, "num_called", 0)
-    return step
-
-
 def note_call(plan: RecurrentPlan, group: LayerGroup, index: Any, layer: Any) -> None:
     """Notes the call of a layer; refuses it before those that come first.
 

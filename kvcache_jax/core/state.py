@@ -423,6 +423,13 @@ class Step:
         """i32[tokens], place in the row; the position, but for rows that dropped tokens."""
         return self.positions if self.shift is None else self.positions - self.shift
 
+    def watched(self) -> "Step":
+        """Returns the step; its plans note which recurrent layers are called, until they pass a `jit`."""
+        for plan in self.plans:
+            if isinstance(plan, RecurrentPlan):
+                object.__setattr__(plan, "num_called", 0)
+        return self
+
 
 class BlockCopies(NamedTuple):
     """Blocks of one group whose contents are copied before a row writes into them."""

@@ -19,7 +19,6 @@ from kvcache_jax.arrays.masked_updates import (
 from kvcache_jax.arrays.number_checks import static_count
 from kvcache_jax.arrays.sharding import as_varied
 from kvcache_jax.attention.attention_plan import plan_attention
-from kvcache_jax.attention.recurrent_plan import watch_calls
 from kvcache_jax.blocks import block_pool, storage
 from kvcache_jax.core import arguments, token_arguments
 from kvcache_jax.core.arguments import IntRows
@@ -104,7 +103,7 @@ def extend(
     if cache.control.prefix_index is None:
         tokens = None
     cache, step = _extend(cache, seq_ids, num_new, tokens, max_new=max_new, num_tokens=num_tokens)
-    return cache, watch_calls(step)
+    return cache, step.watched()
 
 
 @functools.partial(jax.jit, static_argnames=("max_new", "num_tokens"))
