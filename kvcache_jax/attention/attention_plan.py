@@ -31,7 +31,7 @@ def plan_attention(
     config = cache.config
     if not config.own_layers:  # no layer attends
         plans = [plan_recurrence(cache.control, step, g, config) for g in range(len(config.groups))]
-        return dataclasses.replace(step, plans=tuple(plans))
+        return dataclasses.replace(step, plans=tuple(plans)).watched()
     num_queries = step.positions.shape[1] if step.cu_query_lens is None else 1
     group_id, _ = config.locate(config.own_layers[0])
     num_slots = cache.control.block_pools[group_id].num_blocks * cache.config.groups[group_id].block_size
@@ -69,7 +69,7 @@ def plan_attention(
             )
             plan = dataclasses.replace(plan, work=tuple(work))
         plans.append(plan)
-    return dataclasses.replace(step, plans=tuple(plans))
+    return dataclasses.replace(step, plans=tuple(plans)).watched()
 
 
 def plan_rows(

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvcache_jax.arrays.masked_updates import common_bound, get_at, quotient, read_first, remainder, set_at
-from kvcache_jax.attention.recurrent_plan import parts_of
+from kvcache_jax.attention.recurrent_plan import note_call, parts_of
 from kvcache_jax.blocks import storage
 from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import Layer
@@ -47,7 +47,9 @@ def recurrence(
       The cache and the outputs, `[n, max_new, ...]` or packed likewise: 0 for padding and failed rows.
 
     Raises:
-      ValueError, TypeError: the layer is not recurrent, or shapes or dtypes do not fit.
+      ValueError, TypeError: the layer is not recurrent, or shapes or dtypes do not fit; the layer is called
+        before another one of its kind that comes first. Of scanned layers, and of a step that was an argument
+        of a `jit`, the order is not known.
     """
     place, config = arguments.located(cache, layer, step, has_keys=False), cache.config
     kind = config.groups[place.group_id].kind
@@ -67,6 +69,7 @@ def recurrence(
     groups = parts_of(config, place.group_id)
     pools = tuple(cache.pools[g] for g in groups)
     plan, slots = step.plans[place.group_id], step.slots[place.group_id]
+    note_call(plan, config.groups[place.group_id], place.layer, layer)
     new, weights = jax.tree.map(jnp.asarray, (dict(new), weights))
     pools, (new, weights) = storage.refuse_derivatives(config.groups[place.group_id], (pools, (new, weights)))
     pools, out = _advance(config, groups, pools, place.layer, new, weights, plan, slots)

@@ -1,5 +1,7 @@
 """The plan of a step's recurrent layers: the states that rows start from, and the trips of a long step."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -64,6 +66,24 @@ def plan_recurrence(control: Control, step: Step, group_id: int, config: CacheCo
         full_ids=ids_at(0, last, is_full),
         new_point_ids=ids_at(1, last, is_full),
     )
+
+
+def note_call(plan: RecurrentPlan, group: LayerGroup, index: Any, layer: Any) -> None:
+    """Notes the call of a layer; refuses it before those that come first.
+
+    The last layer of a kind folds what all of them stored: out of order it would fold what is not there yet.
+    """
+    if isinstance(index, jax.Array):  # of scanned layers: any of them
+        object.__setattr__(plan, "num_called", None)
+    if plan.num_called is None or plan.point_ids is None:
+        return
+    if index > plan.num_called:
+        raise ValueError(
+            f"recurrence got layer {layer!r} and not yet layer {group.layer_ids[plan.num_called]} with this "
+            f"step, expected layers {list(group.layer_ids)} in this order, once each: the last one folds "
+            "what all of them stored"
+        )
+    object.__setattr__(plan, "num_called", int(index) + 1)
 
 
 def _trips(step: Step, group: LayerGroup) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:

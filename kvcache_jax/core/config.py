@@ -15,7 +15,7 @@ from kvcache_jax.core.backends import require_name
 from kvcache_jax.core.eviction_policy import LRU, InBatches, policies
 from kvcache_jax.core.extras import Extra, Hooks, Keeper, check_extras, extra_from_json, extra_to_json
 from kvcache_jax.core.memory_plan import check_indices, spend
-from kvcache_jax.core.snapshots import Snapshots, check_snapshots
+from kvcache_jax.core.snapshots import NUM_MARKS, Snapshots, check_snapshots
 from kvcache_jax.layers.block_array import check_arrays
 from kvcache_jax.layers.layer_group import LayerGroup
 from kvcache_jax.layers.layer_kind import (
@@ -26,7 +26,7 @@ from kvcache_jax.layers.layer_kind import (
     kind_to_json,
     storage_dtype,
 )
-from kvcache_jax.layers.span import ceil_div
+from kvcache_jax.layers.span import Span, ceil_div
 from kvcache_jax.layers.token_index import TokenIndex
 
 
@@ -197,6 +197,21 @@ class CacheConfig:
         """Most new tokens of one row in one `extend`."""
         return self.max_query_len or self.max_seq_len
 
+    def piece_len(self, most: int) -> int:
+        """Returns the longest piece of a prompt, of at most `most` tokens, that ends on the grid of states.
+
+        States differ in their last bits where other tokens are computed together. In pieces of whole blocks,
+        or of equal parts of one, a row that starts from a hit computes what it computes from its beginning.
+        """
+        sizes = (group.block_size for group in self.row_groups.values() if group.span.is_read_later)
+        unit = math.lcm(*sizes)  # 1 without states
+        return most // unit * unit or max(n for n in range(1, most + 1) if unit % n == 0)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether some layers are recurrent."""
+        return any(group.span.is_read_later for group in self.row_groups.values())
+
     @property
     def drop_unit(self) -> int:
         """Tokens whose blocks a row releases from within itself together: whole blocks of every group."""
@@ -226,8 +241,11 @@ class CacheConfig:
 
     @functools.cached_property
     def snapshot_groups(self) -> dict[int, LayerGroup]:
-        """The layer groups whose blocks are states that prefixes need, by their ids."""
-        return {g: group for g, group in self.row_groups.items() if _has_snapshots(group)}
+        """The layer groups of which prefixes need blocks just before snapshots, by their ids.
+
+        They are the states, and windows beside them.
+        """
+        return {g: group for g, group in self.row_groups.items() if self._has_snapshots(group.span)}
 
     @functools.cached_property
     def prefix_unit(self) -> int:
@@ -307,7 +325,7 @@ class CacheConfig:
             )
         block_size = self.groups[self.indexed_group].block_size
         for group in self.snapshot_groups.values():
-            if block_size % group.block_size:
+            if group.span.is_read_later and block_size % group.block_size:
                 raise ValueError(
                     f"{group.kind.label} layers have blocks of {group.block_size} tokens, and the blocks by "
                     f"which prefixes are found have {block_size}, expected a multiple: lower the kind's "
@@ -331,8 +349,10 @@ class CacheConfig:
         """Adds blocks for snapshots to the pools of states, beside the rows' own."""
         if not self.enable_prefix_caching:
             return plans
-        sized = [plan for plan in plans if _has_snapshots(plan) and plan.kind.num_blocks is None]
-        snapshot_bytes = sum(plan.block_bytes * plan.span.num_read_blocks(plan.block_size) for plan in sized)
+        sized = [plan for plan in plans if _is_state(plan.span) and plan.kind.num_blocks is None]
+        snapshot_bytes = sum(
+            plan.block_bytes * plan.span.num_prefix_blocks(plan.block_size) for plan in sized
+        )
 
         def with_room(plan: LayerGroup) -> LayerGroup:
             if plan not in sized:
@@ -346,22 +366,29 @@ class CacheConfig:
                         "of all layers takes so many; to keep none: Snapshots(at_junctions=False, "
                         "at_prompt_end=False, at_end=False)"
                     )
-                more = num_snapshots * plan.span.num_read_blocks(plan.block_size)
+                more = num_snapshots * plan.span.num_prefix_blocks(plan.block_size)
             return dataclasses.replace(plan, num_blocks=plan.num_blocks + more)
 
         return [with_room(plan) for plan in plans]
+
+    def _has_snapshots(self, span: Span) -> bool:
+        parts = (part.span for i in self._storing_layers for part in self.layers[i].parts)
+        return span.is_in_prefix and not span.keeps_all and any(map(_is_state, parts))
 
     def _plan_group(self, kind: LayerKind, layer_ids: tuple[int, ...]) -> LayerGroup:
         block_size = kind.block_size or self.block_size
         max_len = self.max_seq_len if kind.source_len_limit is None else kind.source_len_limit
         max_held_blocks = kind.span.max_held_blocks(max_len, self.query_len_limit, block_size)
         num_blocks = kind.num_blocks or self.num_blocks
+        if self.enable_prefix_caching and kind.source_len_limit is None and self._has_snapshots(kind.span):
+            # What is to be published stays until it is; the tokens of its last step are in a window anyway.
+            num_marked = NUM_MARKS
+            if kind.span.is_read_later:
+                num_marked = self.snapshots.max_per_step(self.query_len_limit)
+            max_held_blocks += num_marked * kind.span.num_prefix_blocks(block_size)
+            max_held_blocks = min(max_held_blocks, ceil_div(max_len, block_size))
         if kind.span.is_read_later:
             num_blocks = kind.num_blocks
-            if self.enable_prefix_caching and kind.span.is_in_prefix:
-                num_marked = self.snapshots.max_per_step(self.query_len_limit)
-                max_held_blocks += num_marked * kind.span.num_read_blocks(block_size)
-                max_held_blocks = min(max_held_blocks, ceil_div(max_len, block_size))
             if num_blocks is not None and num_blocks < self.max_seqs * max_held_blocks:
                 raise ValueError(
                     f"{kind.label} layers have num_blocks = {num_blocks}, expected at least "
@@ -383,8 +410,8 @@ class CacheConfig:
         )
 
 
-def _has_snapshots(group: LayerGroup) -> bool:
-    return group.span.is_read_later and group.span.is_in_prefix
+def _is_state(span: Span) -> bool:
+    return span.is_read_later and span.is_in_prefix
 
 
 def require_config(caller: str, config: Any) -> None:

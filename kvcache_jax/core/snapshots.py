@@ -1,8 +1,12 @@
-"""Snapshots: the states of recurrent layers that a prefix cache keeps."""
+"""Snapshots: the states of recurrent layers, and the windows before them, that a prefix cache keeps."""
 
 import dataclasses
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
+from kvcache_jax.arrays.masked_updates import quotient
 from kvcache_jax.arrays.number_checks import static_flag
 from kvcache_jax.layers.layer_kind import check_positive_or_none
 
@@ -16,7 +20,8 @@ class Snapshots:
     """A choice of the states that a prefix cache keeps of recurrent layers.
 
     A snapshot is a published point: with it a prompt that begins alike starts at the point's end. A state is
-    as large as the keys of hundreds of tokens, so that not every block gets one.
+    as large as the keys of hundreds of tokens, so that not every block gets one. Windows beside states follow
+    them: the last tokens before each of them stay until they are published, and are evicted by the same rule.
 
     Attributes:
       at_junctions: Keep the state where the keys that a prompt found end and the states that it found do not
@@ -48,6 +53,13 @@ class Snapshots:
         check_positive_or_none(self, "every", "max_bytes")
         if self.eviction not in EVICTIONS:
             raise ValueError(f"snapshots.eviction is {self.eviction!r}, expected one of {EVICTIONS}")
+
+    def next_wanted(self, length: jax.Array, junction: jax.Array) -> jax.Array:
+        """Finds the first length from `length` on whose state others will want; beyond all rows for none."""
+        found = jnp.where(junction >= length, junction, jnp.iinfo(jnp.int32).max // 2)
+        if self.every:
+            found = jnp.minimum(found, quotient(length + self.every - 1, self.every) * self.every)
+        return found
 
     def max_per_step(self, max_query_len: int) -> int:
         """Counts the most lengths at which one step of a row keeps states for others."""

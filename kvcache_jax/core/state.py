@@ -1,7 +1,7 @@
 """The cache as a value: one immutable pytree, control state beside the pools of keys and values."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -356,6 +356,9 @@ class RecurrentPlan:
       new_point_ids: i32[r], the point at its end, or nowhere.
     """
 
+    num_called: ClassVar[int | None] = None
+    """Layers of the kind that were called with this very plan, or None where that is not known."""
+
     token: jax.Array
     num_tokens: jax.Array
     count: jax.Array
@@ -424,6 +427,13 @@ class Step:
     def cache_positions(self) -> jax.Array:
         """i32[tokens], place in the row; the position, but for rows that dropped tokens."""
         return self.positions if self.shift is None else self.positions - self.shift
+
+    def watched(self) -> "Step":
+        """Returns the step; its plans note which recurrent layers are called, until they pass a `jit`."""
+        for plan in self.plans:
+            if isinstance(plan, RecurrentPlan):
+                object.__setattr__(plan, "num_called", 0)
+        return self
 
 
 class BlockCopies(NamedTuple):

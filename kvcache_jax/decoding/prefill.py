@@ -100,7 +100,7 @@ def feed(
     """
     max_seqs = cache.max_seqs
     status, logits, scores = np.zeros(max_seqs, np.int32), jnp.zeros((max_seqs, 0), jnp.float32), []
-    for pieces in _calls(np.asarray(cache.context_len), history, length, prefill_len):
+    for pieces in _calls(np.asarray(cache.context_len), history, length, _empty_pieces(prefill_len, cache)):
         cache, status, ends, scored = _feed_pieces(
             forward, params, cache, status, pieces, is_scoring=is_scoring, retention=retention
         )
@@ -119,25 +119,24 @@ def one_call_len(num_tokens: int) -> int:
 
 def vocab_size(forward: Forward, params: Any, cache: Cache, prefill_len: int) -> int:
     """Returns the width of the model's logits; `feed` reuses the program traced here."""
-    pieces = _empty_pieces(prefill_len, cache.max_seqs)
+    pieces = _empty_pieces(prefill_len, cache)
     status = np.zeros(cache.max_seqs, np.int32)
     options: dict[str, Any] = dict(is_scoring=False, retention=KEEP_ALL)
     return _feed_pieces.eval_shape(forward, params, cache, status, pieces, **options)[2].shape[1]
 
 
 def _calls(
-    context_len: np.ndarray, history: np.ndarray, length: np.ndarray, prefill_len: int
+    context_len: np.ndarray, history: np.ndarray, length: np.ndarray, empty: Pieces
 ) -> Iterator[Pieces]:
     """Splits every row's tokens from `context_len` to `length` into calls, in numpy; lower rows first."""
-    pieces = _empty_pieces(prefill_len, len(length))
-    num_pieces, piece_len = pieces.tokens.shape
+    num_pieces, piece_len = empty.tokens.shape
     cuts = [
         (row, first)
         for row in np.flatnonzero(context_len < length).tolist()
         for first in range(context_len[row], length[row], piece_len)
     ]
     for start in range(0, len(cuts), num_pieces):
-        pieces = _empty_pieces(prefill_len, len(length))
+        pieces = Pieces(*(x.copy() for x in empty))
         for i, (row, first) in enumerate(cuts[start : start + num_pieces]):
             tokens, targets = (
                 history[row, first : length[row]][:piece_len],
@@ -152,13 +151,13 @@ def _calls(
         yield pieces
 
 
-def _empty_pieces(prefill_len: int, max_seqs: int) -> Pieces:
+def _empty_pieces(prefill_len: int, cache: Cache) -> Pieces:
     """Makes empty pieces for a call of at most `prefill_len` tokens."""
-    piece_len = ceil_div(prefill_len, _PIECES)
+    piece_len = cache.config.piece_len(ceil_div(prefill_len, _PIECES))
     num_pieces = prefill_len // piece_len
     tokens, zeros = np.zeros((num_pieces, piece_len), np.int32), np.zeros(num_pieces, np.int32)
-    no_rows = np.full(num_pieces, max_seqs, np.int32)
-    return Pieces(tokens, tokens.copy(), no_rows, zeros.copy(), zeros.copy(), zeros.copy(), no_rows.copy())
+    no_rows = np.full(num_pieces, cache.max_seqs, np.int32)
+    return Pieces(tokens, tokens, no_rows, zeros, zeros, zeros, no_rows)
 
 
 @functools.partial(jax.jit, static_argnames=("forward", "is_scoring", "retention"), donate_argnames="cache")

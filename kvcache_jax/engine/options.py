@@ -225,8 +225,11 @@ def with_budget(options: Options, config: CacheConfig, token_budget: int | None)
             f"token_budget is {token_budget}, expected more than {num_next}, the next tokens of "
             f"{config.max_seqs} rows of {options.width}: raise it, or lower max_seqs"
         )
-    num_pieces, piece_len = (num_prompt, 1) if options.batch_invariant else piece_sizes(num_prompt)
-    return dataclasses.replace(options, num_pieces=num_pieces, piece_len=piece_len)
+    piece_len = 1
+    if not options.batch_invariant:
+        num_pieces = max(_LEAST_PIECES, num_prompt // _PIECE_LEN)
+        piece_len = config.piece_len(ceil_div(num_prompt, num_pieces))
+    return dataclasses.replace(options, num_pieces=max(num_prompt // piece_len, 1), piece_len=piece_len)
 
 
 def check_drafts(options: Options, config: CacheConfig, **hooks: Callable | None) -> None:
@@ -251,9 +254,3 @@ def batch_invariant_config(config: CacheConfig) -> CacheConfig:
             "kernel splits a row, and so how it rounds, may depend on the other rows"
         )
     return dataclasses.replace(config, implementation=XLA)
-
-
-def piece_sizes(num_tokens: int) -> tuple[int, int]:
-    """Cuts `num_tokens` of a step into pieces: how many, and tokens of each."""
-    piece_len = ceil_div(num_tokens, max(_LEAST_PIECES, num_tokens // _PIECE_LEN))
-    return max(num_tokens // piece_len, 1), piece_len

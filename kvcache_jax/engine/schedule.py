@@ -4,14 +4,15 @@ A step computes at most `max_seqs * width + num_pieces * piece_len` tokens, its 
 come first: every running row computes one in every step, whatever it has left to do. The rest of the budget
 goes to the prompts of running rows, the best row first, and then to the prompts just admitted. The last token
 of a prompt is always such a next token, so that tokens are drawn in one place, and prompts are computed
-without logits that no row needs.
+without logits that no row needs. With recurrent layers the other ones never are: a row whose prompt is not
+computed yet gets pieces alone, which end where those of every other row do; see `CacheConfig.piece_len`.
 
 Progress. There is a request of which every step computes a token, as long as one waits or runs:
 
 1. If no row runs, the first request of the policy's order is admitted: all blocks are free or cached, the
    watermark does not bind, and its blocks fit into the pool, or it would have been refused.
-2. The best running row computes its next token in every step: it is never preempted, and after `preempt` it
-   has a block (see `preempt.py`).
+2. The best running row computes its next token, or pieces of its prompt, in every step: it is never
+   preempted, and after `preempt` it has a block (see `preempt.py`).
 3. The order of running rows changes by preemptions alone, and by each request's at most three times; so from
    some step on a row stays the best until it is done or a better one is admitted. Better ones are finitely
    many: by arrival those that came before; by priority those that came before or within the steps that
@@ -85,7 +86,7 @@ def plan_prompts(state: EngineState, options: Options) -> PromptPieces:
     num_pieces, piece_len = options.num_pieces, options.piece_len
     max_seqs, limit = state.cache.max_seqs, state.cache.config.query_len_limit
     order = rows_in_order(state, options)
-    most = min(limit, options.schedule.long_prefill_len or limit)
+    most = state.cache.config.piece_len(min(limit, options.schedule.long_prefill_len or limit))
     want = jnp.clip(get_at(state.num_to_compute, order, 0) - 1, 0, most)
     num_wanted = quotient(want + piece_len - 1, piece_len)
     end = jnp.cumsum(num_wanted, dtype=jnp.int32)

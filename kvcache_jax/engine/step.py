@@ -149,6 +149,8 @@ def make_room(
     was_running = state.is_running
     state = fork_samples(state)
     state, is_stalled = preempt(state, options)
+    if state.cache.config.has_states:
+        is_stalled |= state.num_to_compute > 1
     wanted = ((state.num_to_compute > 0) & ~is_stalled).astype(jnp.int32)
     if is_computing is not None:
         # A copy of a block now would lack the tokens that are still to be computed.

@@ -73,11 +73,11 @@ def check_invariants(cache: Cache) -> list[str]:
             f"group {g}: {violation}" for violation in check_counts(pool, *_blocks_of_extras(cache, g))
         ]
         table, lengths = np.asarray(pool.block_table), np.asarray(row_len(cache.control, group.kind))
+        waits = _columns_before_marks(cache, g)
         for row, hole in enumerate(_holes_of(cache, g)):
             length = int(lengths[row]) if is_active[row] else None
-            violations += [
-                f"group {g}: row {row} {what}" for what in _check_row(table[row], pool, group, length, hole)
-            ]
+            found = _check_row(table[row], pool, group, length, hole, waits[row])
+            violations += [f"group {g}: row {row} {what}" for what in found]
     for extra in cache.config.extras:
         violations += extra.violations(cache)
     return violations + _check_index(cache)
@@ -382,8 +382,23 @@ def _check_row_of_states(is_held: np.ndarray, group: LayerGroup, length: int) ->
     return violations
 
 
+def _columns_before_marks(cache: Cache, group_id: int) -> np.ndarray:
+    """Masks the columns that a row may keep though they left its window; bool[max_seqs, columns]."""
+    marks, group = cache.control.marks, cache.config.groups[group_id]
+    order = np.arange(group.max_blocks_per_seq)
+    if marks is None or group_id not in cache.config.snapshot_groups:
+        return np.zeros((cache.max_seqs, len(order)), bool)
+    first, end = (np.asarray(x)[..., None] for x in group.span.needed_columns(marks, group.block_size))
+    return ((order >= first) & (order < end)).any(axis=1)
+
+
 def _check_row(
-    entries: np.ndarray, pool: BlockPool, group: LayerGroup, length: int | None, hole: _Hole
+    entries: np.ndarray,
+    pool: BlockPool,
+    group: LayerGroup,
+    length: int | None,
+    hole: _Hole,
+    waits: np.ndarray,  # bool[columns], may be kept though they left the window
 ) -> list[str]:
     """Checks one row of the block table; `length` is None for an idle row."""
     is_held = entries < pool.num_blocks
@@ -409,6 +424,8 @@ def _check_row(
     for column in np.flatnonzero(needed & ~is_held):
         violations.append(f"of {length} tokens lacks the block of column {column}")
     behind_sinks = np.flatnonzero(is_held[num_sinks:])
+    of_window = np.flatnonzero((is_held & ~waits)[num_sinks:])
+    behind_sinks = behind_sinks[behind_sinks >= of_window[0]] if len(of_window) else of_window
     if len(behind_sinks) and len(behind_sinks) != behind_sinks[-1] - behind_sinks[0] + 1:
         violations.append(f"holds columns {(behind_sinks + num_sinks).tolist()} with a gap")
     first_column = hole.first // group.block_size

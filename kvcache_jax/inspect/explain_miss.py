@@ -82,8 +82,9 @@ def explain(
     _, [junction] = with_junction(cache, tokens[None], [num_tokens], words)
     if junction:
         said.append(
-            f"The keys of {junction} are, and no state of the recurrent layers after more than {uncut}: this "
-            "prompt parts from others there, and a row that computes it keeps the state, for the next one."
+            f"The keys of {junction} are, and no state of the recurrent layers, or no window before it, "
+            f"after more than {uncut}: this prompt parts from others there, and a row that computes it keeps "
+            "both, for the next one."
         )
     elif uncut < reach:
         said.append(

@@ -67,6 +67,11 @@ class Span:
         """Counts the columns from `first_column` on that are looked at for the next token's blocks."""
         return 1
 
+    def num_prefix_blocks(self, block_size: int) -> int:
+        """Counts the most blocks beside sinks that a cached prefix needs of a span that does not keep all."""
+        assert self.window is not None
+        return ceil_div(self.window - 1, block_size)
+
     def is_opening(self, position: jax.Array, block_size: int) -> jax.Array:
         """Masks the positions whose token is the first that is stored in its column."""
         return remainder(position, block_size) == 0

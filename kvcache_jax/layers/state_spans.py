@@ -45,6 +45,10 @@ class Points(LaterSpan):
     The last point before the next token stays, and those that it reads after a rollback.
     """
 
+    def num_prefix_blocks(self, block_size: int) -> int:
+        """Counts the point at a prefix's end."""
+        return 1
+
     def num_columns(self, length: jax.Array, block_size: int) -> jax.Array:
         """Counts the full blocks."""
         return quotient(length, block_size)

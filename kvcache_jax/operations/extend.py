@@ -102,7 +102,8 @@ def extend(
         )
     if cache.control.prefix_index is None:
         tokens = None
-    return _extend(cache, seq_ids, num_new, tokens, max_new=max_new, num_tokens=num_tokens)
+    cache, step = _extend(cache, seq_ids, num_new, tokens, max_new=max_new, num_tokens=num_tokens)
+    return cache, step.watched()
 
 
 @functools.partial(jax.jit, static_argnames=("max_new", "num_tokens"))

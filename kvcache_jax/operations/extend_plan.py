@@ -190,7 +190,7 @@ def _propose_group(
     leaving = jnp.where(old_columns >= group.num_sink_blocks, leaving, nowhere)
     if marks is not None and group in config.snapshot_groups.values():
         marked = _marked_columns(group, marks)
-        # A state that is to be published stays until it is, however far the row has gone.
+        # What is to be published with a state stays until it is, however far the row has gone.
         is_waiting = (old_columns[..., None] == marked[:, None]).any(axis=2)
         leaving = jnp.where(is_waiting & ~block_pool.is_published(pool, leaving), nowhere, leaving)
         marked = jnp.where(marked < old_columns[:, -1:], marked, -1)
@@ -219,7 +219,7 @@ def _propose_group(
 def _marked_columns(group: LayerGroup, marks: jax.Array) -> jax.Array:
     """Lists the columns of the states after `marks` i32[n, m] tokens, each once; -1 for none."""
     first, end = group.span.needed_columns(marks, group.block_size)
-    nth = jnp.arange(group.span.num_read_blocks(group.block_size), dtype=jnp.int32)
+    nth = jnp.arange(group.span.num_prefix_blocks(group.block_size), dtype=jnp.int32)
     columns = first[..., None] + nth[None, None]
     columns = jnp.where((columns < end[..., None]) & (marks > 0)[..., None], columns, -1)
     columns = columns.reshape(marks.shape[0], -1)
@@ -240,7 +240,7 @@ def _is_stored(
     for marked in _marked_columns(group, marks).T:
         is_stored |= columns == tokens.spread(marked, -1)
     if config.snapshots.every:
-        for nth in range(1, span.num_read_blocks(block_size) + 1):
+        for nth in range(1, span.num_prefix_blocks(block_size) + 1):
             is_stored |= remainder((columns + nth) * block_size, config.snapshots.every) == 0
     return is_stored
 

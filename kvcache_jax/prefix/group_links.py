@@ -73,7 +73,8 @@ def usable_prefix(
         first, end = _needed(group, jnp.minimum(lengths, config.max_seq_len // step * step))
         is_there = num_missing[jnp.minimum(group.num_sink_blocks, end)] == 0
         is_there &= num_missing[end] == num_missing[jnp.minimum(first, end)]
-        if group.span.is_read_later:
+        # A row that computes the prefix keeps its state, and the windows before it.
+        if g in config.snapshot_groups:
             has_states &= is_there
         else:
             is_usable &= is_there
@@ -171,14 +172,29 @@ def link(
             block_ids=set_at(links.block_ids, (indexed_ids, slots), ids),
             indexed_ids=set_at(marks, linked, indexed_ids),
         )
-        if is_wanted is not None:
-            assert links.is_wanted is not None
-            noted = set_at(links.is_wanted, linked, jnp.broadcast_to(is_wanted[:, None], linked.shape))
-            links = dataclasses.replace(links, is_wanted=noted)
+        if links.is_wanted is not None:
+            wanted = is_wanted
+            if wanted is None:
+                wanted = _is_wanted(control, rows, column, group, config)  # [E, slots]
+            wanted = jnp.broadcast_to(wanted.reshape(len(wanted), -1), linked.shape)
+            noted = set_at(links.is_wanted, linked, wanted)
+            # What another row had published, and nothing asked for then, is wanted from now on.
+            present = jnp.where(mask[:, None] & wanted, present, pool.num_blocks)
+            links = dataclasses.replace(links, is_wanted=set_at(noted, present, True))
         all_links[g] = links
         pools[g] = block_pool.mark_published(pool, linked)
     index = dataclasses.replace(index, group_links=tuple(all_links))
     return dataclasses.replace(control, block_pools=tuple(pools), prefix_index=index)
+
+
+def _is_wanted(
+    control: Control, rows: jax.Array, columns: jax.Array, group: LayerGroup, config: CacheConfig
+) -> jax.Array:
+    """Masks the columns i32[E, slots] of windows that the next wanted state of a row needs."""
+    assert control.marks is not None
+    junction = get_at(control.marks, rows, 0)[:, :1]
+    length = config.snapshots.next_wanted((columns + 1) * group.block_size, junction)
+    return columns >= _needed(group, length)[0]
 
 
 def _is_linked_before(is_linked: jax.Array, canonical: jax.Array) -> jax.Array:

@@ -29,8 +29,9 @@ def publish_states(
     is_chosen = (lengths > 0) & (remainder(lengths, unit) == 0)
     # Of states that take several blocks, those before the last are in earlier blocks of the indexed group.
     num_columns = max(
-        (group.span.num_read_blocks(group.block_size) - 1) * group.block_size // indexed.block_size + 1
+        (group.span.num_prefix_blocks(group.block_size) - 1) * group.block_size // indexed.block_size + 1
         for group in config.snapshot_groups.values()
+        if group.span.is_read_later
     )
     back = jnp.arange(num_columns, dtype=jnp.int32) + 1
     columns = quotient(lengths, indexed.block_size)[..., None] - back[None, None]

@@ -274,3 +274,68 @@ def test_arrays_that_do_not_fit_are_refused(name, new, weights, message):
     weights = None if weights is None else changed(case.weights, weights) or None
     with pytest.raises(ValueError, match=message):
         case.kind.advance(*start_of_row(case.kind, BLOCK), jnp.int32(0), new, weights)
+
+
+PIECES = 9, 3, 3, 3, 2, 11, 3
+"""Tokens by which every row goes on in each step, in wide and in narrow ones."""
+
+
+def run_rows(texts, forks_at=None, ends_anew=False):
+    """Feeds each row its text; returns the outputs `[ROWS, tokens, ...]` by kind.
+
+    Args:
+      texts: By row, a row of `INPUTS` and the factor of its inputs.
+      forks_at: Step before which row 1 becomes a fork of row 0.
+      ends_anew: Whether another text was fed, freed and its row started again, before.
+    """
+    names, outs = [*CASES][:-1], []
+    cache, _ = kv.allocate(kv.init(config_of(names)), range(ROWS), [0] * ROWS)
+    if ends_anew:
+        cache, _ = feed_rows(cache, names, [(0, np.nan)] * ROWS, 0, 11)
+        cache, _ = kv.free(cache, range(ROWS))
+        cache, _ = kv.allocate(cache, range(ROWS), [0] * ROWS)
+    for nth, (num, end) in enumerate(zip(PIECES, np.cumsum(PIECES), strict=True)):
+        if nth == forks_at:
+            cache, _ = kv.free(cache, [1])
+            cache, _ = kv.fork(cache, [0], [1])
+        cache, out = feed_rows(cache, names, texts, end - num, num)
+        outs.append(out)
+    return {name: np.concatenate([out[name] for out in outs], axis=1) for name in names}
+
+
+def feed_rows(cache, names, texts, start, num):
+    def piece(x):
+        rows = [scale * x[row, start : start + num] for row, scale in texts]
+        return padded(rows, 3 if num <= 3 else 20).astype(np.float32)
+
+    new = jax.tree.map(piece, {name: INPUTS[name] for name in names})
+    cache, status, outs = run(cache, np.full(ROWS, num, np.int32), new, 3 if num <= 3 else 20)
+    assert not np.any(status)
+    return cache, {name: np.asarray(out)[:, :num] for name, out in outs.items()}
+
+
+def test_states_that_are_no_numbers_stay_in_their_row():
+    """Also where another row gets the blocks that they were in."""
+    clean = run_rows([(0, 1), (1, 1), (2, 1)])
+    spoilt = run_rows([(0, 1), (1, np.nan), (2, 1)])
+    again = run_rows([(0, 1), (1, 1), (2, 1)], ends_anew=True)
+    for name, out in clean.items():
+        assert np.isfinite(out).all() and np.isnan(spoilt[name][1]).all(), name
+        np.testing.assert_array_equal(spoilt[name][[0, 2]], out[[0, 2]], name)
+        np.testing.assert_array_equal(again[name], out, name)
+
+
+@pytest.mark.parametrize("forks_at", [2, 5])
+def test_a_fork_goes_its_own_way_as_a_row_of_its_own_would(forks_at, monkeypatch):
+    """Within a block, after which the rows' inputs differ; equal to the bit."""
+    at = sum(PIECES[:forks_at])
+    for name in [*CASES][:-1]:
+        inputs = {key: x.copy() for key, x in INPUTS[name].items()}
+        for x in inputs.values():
+            x[1, :at] = x[0, :at]
+        monkeypatch.setitem(INPUTS, name, inputs)
+    rows = [(0, 1), (1, 1), (2, 1)]
+    alone, forked = run_rows(rows), run_rows(rows, forks_at)
+    for name, out in alone.items():
+        np.testing.assert_array_equal(forked[name], out, name)
+        assert (out[0, at:] != out[1, at:]).any(), name

@@ -9,8 +9,16 @@ import pytest
 
 import kvcache_jax as kv
 from kvcache_jax.prefix.eviction import make_room
-from tests.support.hash_states import HashState, expected
-from tests.support.state_script import BLOCK, StateScript, config_of_states, padded_step, run_layers
+from tests.support.hash_states import HashState, StatePerToken, expected
+from tests.support.state_script import (
+    BLOCK,
+    StateScript,
+    admit,
+    config_of_states,
+    padded_step,
+    run_layers,
+    start,
+)
 
 ONE_KIND = dict(kinds=[HashState])
 AT_JUNCTIONS = config_of_states(snapshots=kv.Snapshots(at_prompt_end=False, at_end=False), **ONE_KIND)
@@ -58,34 +66,11 @@ def test_no_row_is_given_a_wrong_state_by_any_config(rollback, options):
     assert (script.count["tokens cached"] > 200) == config.enable_prefix_caching
 
 
-def _admit(cache, prompt, row=0):
-    """Allocates a row for a prompt; one program whatever its length."""
-    tokens = np.zeros((1, 96), np.int32)
-    tokens[0, : len(prompt)] = prompt
-    return kv.allocate(cache, [row], [len(prompt)], tokens=tokens)
-
-
-def _start(cache, prompt, row=0, commits=True):
-    """Computes a prompt in calls of 20 tokens, and commits it; returns the cache and the admission."""
-    cache, admission = _admit(cache, prompt, row)
-    at = int(admission.num_cached[0])
-    while at < len(prompt):
-        num = min(20, len(prompt) - at)
-        new = np.zeros((6, 20), np.int32)
-        new[row, :num] = prompt[at : at + num]
-        num_new = np.where(np.arange(6) == row, num, 0).astype(np.int32)
-        cache, _, _ = padded_step(cache, num_new, new)
-        at += num
-    if commits:
-        cache, _ = kv.commit(cache, [row])
-    return cache, admission
-
-
 def test_a_junction_is_found_by_the_second_prompt_and_hit_by_the_third():
     cache = kv.init(AT_JUNCTIONS)
     shared, found = [1] * 29, []
     for tail in (0, 2, 1, 0):
-        cache, admission = _start(cache, shared + [tail] * 30)
+        cache, admission = start(cache, shared + [tail] * 30)
         found.append((int(admission.num_cached[0]), int(admission.junction[0])))
         cache, _ = kv.free(cache, [0])
     # The last one is the first one's prompt again: its keys are all there, its states up to the junction.
@@ -97,7 +82,7 @@ def test_a_junction_is_found_by_the_second_prompt_and_hit_by_the_third():
 def test_what_keys_match_and_states_do_not_is_said():
     cache = kv.init(AT_JUNCTIONS)
     assert kv.describe(cache.config).endswith("with prefixes, of which 8 tokens are the least that hits")
-    cache, _ = _start(cache, [1] * 59)
+    cache, _ = start(cache, [1] * 59)
     told = kv.inspect.explain(cache, [1] * 29 + [2] * 30)
     assert told.startswith("0 of 59 tokens are cached. The keys of 24 are, and no state of the recurrent")
 
@@ -108,7 +93,7 @@ def test_snapshots_take_the_bytes_that_they_may():
         return {g: group.num_blocks for g, group in enumerate(config.groups)}
 
     groups = config_of_states().snapshot_groups  # by default as many blocks for snapshots as for the rows
-    of_one = {g: group.span.num_read_blocks(group.block_size) for g, group in groups.items()}
+    of_one = {g: group.span.num_prefix_blocks(group.block_size) for g, group in groups.items()}
     num_bytes = sum(group.block_bytes * of_one[g] for g, group in groups.items())
     for most, num in ((num_bytes, 1), (4 * num_bytes - 1, 3)):
         counts = num_blocks(most)
@@ -136,7 +121,7 @@ def test_the_second_identical_prompt_hits_though_it_fills_its_blocks():
     cache = kv.init(config_of_states())
     prompt = np.random.default_rng(0).integers(3, size=48).tolist()
     for num_cached in (0, 40):
-        cache, admission = _start(cache, prompt)
+        cache, admission = start(cache, prompt)
         cache, _ = kv.free(cache, [0])
         assert admission.num_cached[0] == num_cached
 
@@ -155,13 +140,13 @@ def test_a_state_that_no_prompt_asked_for_is_evicted_first():
     rng = np.random.default_rng(1)
     shared = rng.integers(3, size=29).tolist()
     for tail in (0, 1):  # the second keeps the state at the junction
-        cache, _ = _start(cache, shared + [tail] * 9)
+        cache, _ = start(cache, shared + [tail] * 9)
         cache, _ = kv.free(cache, [0])
     for _ in range(40):  # ends of answers that are not continued
-        cache, _ = _start(cache, rng.integers(3, size=30).tolist())
+        cache, _ = start(cache, rng.integers(3, size=30).tolist())
         cache, _ = kv.free(cache, [0])
     assert kv.stats(cache).num_evictions > 0
-    _, admission = _admit(cache, shared + [2] * 21)
+    _, admission = admit(cache, shared + [2] * 21)
     assert admission.num_cached[0] == 24
 
 
@@ -171,13 +156,13 @@ def test_the_end_of_a_prompt_is_kept_if_wanted(config, num_cached):
     assert config.snapshots.at_prompt_end == (num_cached > 0)
     cache = kv.init(config)
     prompt = np.random.default_rng(3).integers(3, size=41).tolist()
-    cache, _ = _start(cache, prompt, commits=False)
+    cache, _ = start(cache, prompt, commits=False)
     cache, _, _ = padded_step(cache, np.array([9, 0, 0, 0, 0, 0], np.int32), np.full((6, 20), 2, np.int32))
     cache, _ = kv.free(kv.commit(cache, [0])[0], [0])
-    _, admission = _admit(cache, prompt)
+    _, admission = admit(cache, prompt)
     assert admission.num_cached[0] == num_cached
     whole = [*prompt, *[2] * 9, 0]
-    _, admission = _admit(cache, whole)
+    _, admission = admit(cache, whole)
     assert admission.num_cached[0] == 48
 
 
@@ -207,7 +192,7 @@ def test_the_state_that_saves_the_fewest_tokens_for_its_age_is_evicted_first():
     for _ in range(40):
         text = texts[rng.integers(3)]
         cut = int(rng.integers(1, 90))
-        cache, _ = _start(cache, [*text[:cut], *rng.integers(3, size=6).tolist()])
+        cache, _ = start(cache, [*text[:cut], *rng.integers(3, size=6).tolist()])
         cache, _ = kv.free(cache, [0])
     while saved := _num_saved(cache, group_id):
         cached = cache.control.block_pools[group_id].cached
@@ -238,13 +223,13 @@ def test_a_state_of_drafts_is_not_published():
     """No more than the tokens that stay, though the row holds later states."""
     cache = kv.init(config_of_states())
     prompt = np.random.default_rng(3).integers(3, size=24).tolist()
-    cache, _ = _start(cache, prompt, commits=False)
+    cache, _ = start(cache, prompt, commits=False)
     cache, _ = kv.commit(cache, [0], final_len=[15])
     assert kv.check_invariants(cache) == []
-    _, admission = _admit(cache, prompt, row=1)
+    _, admission = admit(cache, prompt, row=1)
     assert admission.num_cached[0] == 0 and admission.junction[0] == 8
     cache, _ = kv.commit(cache, [0])
-    _, admission = _admit(cache, prompt, row=1)
+    _, admission = admit(cache, prompt, row=1)
     assert admission.num_cached[0] == 16
 
 
@@ -333,3 +318,27 @@ def test_calls_that_do_not_fit_are_refused():
         kv.rewrite(cache, [0], [[1]])
     with pytest.raises(NotImplementedError, match="drop and layers.1. is HashState, expected layers of keys"):
         kv.compression.drop(cache, [0], [1], [1])
+
+
+def test_layers_out_of_order_are_refused():
+    """One after another of each kind; again from the first one on, as by a function that is traced twice."""
+    cache = kv.init(
+        config_of_states(enable_prefix_caching=False, kinds=[HashState, StatePerToken, HashState])
+    )
+    cache, _ = kv.allocate(cache, [0], [3])
+
+    def call(step, *layers):
+        for layer in layers:
+            kv.recurrence(cache, layer, {"token": jnp.zeros((6, 4), jnp.uint32)}, step)
+
+    def trace(*layers):
+        jax.eval_shape(lambda: call(kv.extend(cache, [3, 0, 0, 0, 0, 0], max_new=4)[1], *layers))
+
+    trace(1, 2, 3, 1, 1, 3)
+    trace(2, 1, 3)
+    message = r"got layer 3 and not yet layer 1 with this step, expected layers \[1, 3\] in this order"
+    for layers in ([3], [2, 3, 1]):
+        with pytest.raises(ValueError, match=message):
+            trace(*layers)
+    _, step = kv.extend(cache, [3, 0, 0, 0, 0, 0], max_new=4)
+    jax.eval_shape(lambda step: call(step, 3, 1), step)  # not known

@@ -50,6 +50,29 @@ def packed_step(cache, num_new, tokens):
     return cache, step.status, out
 
 
+def admit(cache, prompt, row=0):
+    """Allocates a row for a prompt; one program whatever its length."""
+    tokens = np.zeros((1, MAX_LEN), np.int32)
+    tokens[0, : len(prompt)] = prompt
+    return kv.allocate(cache, [row], [len(prompt)], tokens=tokens)
+
+
+def start(cache, prompt, row=0, commits=True):
+    """Computes a prompt in calls of MAX_NEW tokens, and commits it; returns the cache and the admission."""
+    cache, admission = admit(cache, prompt, row)
+    at = int(admission.num_cached[0])
+    while at < len(prompt):
+        num = min(MAX_NEW, len(prompt) - at)
+        new = np.zeros((MAX_SEQS, MAX_NEW), np.int32)
+        new[row, :num] = prompt[at : at + num]
+        num_new = np.where(np.arange(MAX_SEQS) == row, num, 0).astype(np.int32)
+        cache, _, _ = padded_step(cache, num_new, new)
+        at += num
+    if commits:
+        cache, _ = kv.commit(cache, [row])
+    return cache, admission
+
+
 class StateScript:
     """A cache and what its rows hold: their tokens, and those of their prompts that were not computed yet."""
 
@@ -124,7 +147,7 @@ class StateScript:
                 assert status[row] == kv.Status.OUT_OF_BLOCKS
                 for g, group in enumerate(self.config.groups):
                     num_left = kv.num_available_blocks(self.cache, group=g)
-                    assert group.span.keeps_all or num_left > 0, group.kind.label
+                    assert not group.span.is_read_later or num_left > 0, group.kind.label
 
     def fork(self, row):
         other = int(self.rng.integers(MAX_SEQS))
