@@ -12,8 +12,8 @@ Progress. There is a request of which every step computes a token, as long as on
 1. If no row runs, the first request of the policy's order is admitted: all blocks are free or cached, the
    watermark does not bind, and its blocks fit into the pool, or it would have been refused.
 2. The best running row computes its next token, or pieces of its prompt, in every step: it is never
-   preempted, and after `preempt` it has a block. It waits one step where it is forked in the step that computes
-   its prompt.
+   preempted, and after `preempt` it has a block. It waits once where it is forked while its prompt is
+   computed.
 3. The order of running rows changes by preemptions alone, and by each request's at most three times; so from
    some step on a row stays the best until it is done or a better one is admitted. Better ones are finitely
    many: by arrival those that came before; by priority those that came before or within the steps that
