@@ -69,6 +69,11 @@ class ReplicaIndex:
                 case _:
                     self._held.clear()
 
+    @property
+    def hashes(self) -> frozenset[int]:
+        """Lists the hashes of all blocks, wherever they are."""
+        return frozenset(each for each, _ in self._held)
+
     def num_blocks(self, hashes: Sequence[int]) -> int:
         """Counts the blocks of a prompt that are there, up to the first that is not.
 

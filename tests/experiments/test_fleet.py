@@ -1,13 +1,17 @@
-"""Simulated replicas: hits of a plain LRU, seconds that are added by hand, and what policies find."""
+"""Fleets: hits and seconds of simulated replicas by hand, what policies find, a front without replicas."""
 
 import json
 import math
 
+import numpy as np
 import pytest
 
+import kvcache_jax as kv
 from experiments.fleet import __main__ as fleet
+from experiments.fleet.routing import Knowledge, Summary, rest_of, total
 from experiments.fleet.simulated import Request, SimulatedReplica
 from experiments.serve.simulate import LLAMA, MOST_PROMPT_TOKENS, Machine
+from kvcache_jax.processes import prompt_hashes
 from tests.experiments.trace_maker import LONGEST, TOKENS_PER_ID, lru_hits, make_requests, write
 
 
@@ -26,14 +30,13 @@ def test_hits_of_requests_that_do_not_meet_are_those_of_an_lru(num_blocks):
     requests, found = make_requests(), []
     expected, _ = lru_hits(requests, num_blocks)
     replica = SimulatedReplica(machine(num_blocks), LLAMA, TOKENS_PER_ID)
-    for i, request in enumerate(requests):
-        length = TOKENS_PER_ID * len(request["hash_ids"])
-        before = replica.num_hit_tokens
-        replica.push(Request(request["hash_ids"], length, 1, 1e6 * i))
+    for i, each in enumerate(requests):
+        before, length = replica.num_hit_tokens, TOKENS_PER_ID * len(each["hash_ids"])
+        replica.push(Request(each["hash_ids"], length, 1, 1e6 * i))
         replica.run(math.inf)
         found.append(replica.num_hit_tokens - before)
     # The last token of a prompt is computed, whatever is there.
-    lengths = [TOKENS_PER_ID * len(request["hash_ids"]) for request in requests]
+    lengths = [TOKENS_PER_ID * len(each["hash_ids"]) for each in requests]
     assert found == [min(TOKENS_PER_ID * n, length - 1) for n, length in zip(expected, lengths, strict=True)]
     known = replica.known(Request(requests[-1]["hash_ids"], lengths[-1], 0, 0.0))
     assert known == (lengths[-1], 0, 0) and replica.num_requests == len(requests)
@@ -107,3 +110,89 @@ def test_too_few_requests_are_one_sentence(tmp_path, capsys):
     with pytest.raises(SystemExit):
         fleet.main(["--trace", str(path)])
     assert "has 5 requests, expected 10000: lower --requests" in capsys.readouterr().err
+
+
+# --- the front of replicas on Ray Serve, without Ray ---
+
+
+def request(tokens, num_new=4, **more):
+    return kv.GenerationRequest(tokens, num_new, id="a", **more)
+
+
+def test_the_router_knows_what_it_sent_and_what_replicas_said():
+    now = [0.0]
+    knowledge = Knowledge(2, "longest prefix", clock=lambda: now[0])
+    text, silent = [1, 2, 3, 4, 5], {"number": 0, "hashes": []}
+    stats = {"x": silent, "y": silent, "z": silent}
+    assert knowledge.rank(request(text), stats) == ["x", "y", "z"]
+    knowledge.send(request(text), 1, "y", stats["y"])
+    # What was sent is held at once, also where a summary comes that is older.
+    assert knowledge.rank(request(text), stats)[0] == "y"
+    stats["y"] = {"number": 1, "hashes": []}
+    assert knowledge.rank(request(text), stats)[0] == "y"
+    # What a summary should have by now and has not is gone.
+    now[0], stats["y"] = 100.0, {"number": 2, "hashes": []}
+    assert knowledge.rank(request(text), stats)[0] != "y"
+    stats["z"] = {"number": 1, "hashes": list(prompt_hashes(text, 2)[:1])}
+    assert knowledge.rank(request(text), stats)[0] == "z"
+    tenant = kv.namespace(tenant="b")
+    stats["x"] = {"number": 1, "hashes": list(prompt_hashes(text, 2, namespace=tenant))}
+    assert knowledge.rank(request(text, namespace=tenant), stats)[0] == "x"
+    assert knowledge.rank(request(text), stats)[0] == "z"
+
+
+def test_the_router_counts_what_has_not_ended():
+    knowledge, stats = Knowledge(2, "cost"), {"x": {}, "y": {}}
+    text = [1, 2, 3, 4, 5, 6, 7]
+    knowledge.send(request(text), 1, "x", {})
+    # Of the prompt one token is to be computed there, after the seven before it.
+    assert knowledge.rank(request(text), stats)[0] == "y"
+    knowledge.end(1)
+    assert knowledge.rank(request(text), stats)[0] == "x"
+    knowledge.send(request(text), 2, "x", {})
+    assert knowledge.rank(request(text[:6] + [9, 9, 9]), stats)[0] == "x"
+    assert knowledge.rank(request([9, 9, 9]), stats)[0] == "y"
+
+
+def test_a_replicas_summary_is_its_index():
+    config = kv.CacheConfig(
+        [kv.FullAttention(1, 4)], block_size=2, max_seqs=1, max_seq_len=8, enable_prefix_caching=True
+    )
+    summary, cache, tokens = Summary(), kv.init(config), np.array([[5, 6, 7, 8]])
+    summary.look(cache)
+    assert summary.stats == {"number": 0, "hashes": []}
+    cache, _ = kv.allocate(cache, [0], [4], tokens=tokens)
+    cache, _ = kv.commit(kv.extend(cache, [4], max_new=4, tokens=tokens)[0])
+    for _ in range(2):
+        summary.look(cache)
+        assert summary.stats == {"number": 1, "hashes": sorted(prompt_hashes([5, 6, 7, 8], 2))}
+
+
+def test_another_replica_goes_on_with_a_request():
+    whole = request([1, 2], 5, stop_tokens=[9], sampling=kv.decoding.SamplingParams(temperature=0.5, seed=7))
+    assert rest_of(whole, []) is whole
+    rest = rest_of(whole, [3, 4])
+    assert [*rest.prompt] == [1, 2, 3, 4] and rest.max_new_tokens == 3 and rest.id == "a"
+    assert rest.sampling == whole.sampling and [*rest.stop_tokens] == [9]
+    assert rest_of(whole, [3, 9]).finish_reason == "stop"
+    end = rest_of(whole, [3] * 5)
+    assert (end.id, end.finish_reason, end.tokens) == ("a", "length", [])
+    several = request([1, 2], 5, num_samples=2)
+    assert rest_of(several, []) is several and rest_of(several, [3]) is None
+    stops = kv.engine.StopStrings(["x"], str)
+    assert rest_of(request([1], 5, stop_strings=stops), [3]) is None
+
+
+def test_metrics_of_replicas_are_added_up():
+    def engine(n):
+        buckets = {"buckets": {0.1: n, math.inf: 2 * n}, "sum": 1.5 * n, "count": 2 * n}
+        return {
+            "vllm:prompt_tokens": n,
+            "vllm:kv_cache_usage_perc": 0.1 * n,
+            "time": buckets,
+            "ends": {"stop": n},
+        }
+
+    assert total([engine(1), engine(3)]) == engine(4) | {"vllm:kv_cache_usage_perc": pytest.approx(0.2)}
+    assert total([engine(1), {"ends": {"length": 2}}])["ends"] == {"stop": 1, "length": 2}
+    assert total([]) == {}

@@ -129,6 +129,7 @@ def test_a_block_is_held_while_one_place_has_it_and_all_before_it():
     ):
         index.apply(events)
         assert index.num_blocks(hashes) == expected
+    assert index.hashes == {*hashes[:2]}
 
 
 def test_hashes_are_of_full_blocks_and_all_before_them():
