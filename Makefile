@@ -201,7 +201,7 @@ distclean: clean
 
 .venv-fleet/.made: .venv/.made
 	@$(call make_venv_on,.venv-fleet,.venv)
-	$(PY) -m pip --python $(PY_FLEET) $(PIP_INSTALL) 'ray[serve]>=2.60'
+	$(PY) -m pip --python $(PY_FLEET) $(PIP_INSTALL) 'ray[serve]==2.60.*'
 	@touch $@
 
 # XLA's CUDA plugin of the interpreter's jax, and the compiler and disassembler that it calls; no CUDA libraries.

@@ -20,10 +20,15 @@ from collections.abc import AsyncIterator, Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ray import serve  # pyright: ignore[reportMissingImports]
-from ray.exceptions import RayActorError, RayError  # pyright: ignore[reportMissingImports]
-from ray.serve.config import RequestRouterConfig  # pyright: ignore[reportMissingImports]
-from ray.serve.request_router import RequestRouter  # pyright: ignore[reportMissingImports]
+try:
+    from ray import serve  # pyright: ignore[reportMissingImports]
+    from ray.exceptions import RayActorError  # pyright: ignore[reportMissingImports]
+    from ray.serve.config import RequestRouterConfig  # pyright: ignore[reportMissingImports]
+    from ray.serve.request_router import RequestRouter  # pyright: ignore[reportMissingImports]
+except ImportError as error:
+    raise SystemExit(
+        f"replicas on Ray Serve need {error.name}: pip install -e '.[serve]' in a clone"
+    ) from None
 
 import kvcache_jax as kv
 from experiments.common import command, compiled_programs
@@ -32,6 +37,7 @@ from experiments.fleet.routing import STATS_S, Knowledge, Summary, rest_of, tota
 from experiments.server import __main__ as server
 from experiments.server.app import make_app
 from experiments.server.engine_thread import Channel, EngineThread, Stopped
+from models.checkpoint import CheckpointError
 
 MOST_LOSSES = 8
 """Replicas that a request may lose."""
@@ -174,8 +180,8 @@ class Fleet:
                         answer.cancel()
                         raise
             channel.put(Stopped("the request's replica was lost"))
-        except RayError as error:
-            channel.put(Stopped(f"the request failed: {error}"))
+        except Exception as error:  # a client that waits is always told
+            channel.put(Stopped(f"the request failed: {getattr(error, 'cause', None) or error}"))
 
 
 def _of_prompt(event: kv.engine.TokenEvent, num_tokens: int) -> kv.engine.TokenEvent:
@@ -211,7 +217,7 @@ def make_application(options: argparse.Namespace) -> Any:
         num_replicas=options.replicas,
         max_ongoing_requests=options.rows + options.queue,
         request_router_config=routed,
-        ray_actor_options={"num_cpus": options.cpus},
+        ray_actor_options={"num_cpus": options.cpus, "num_gpus": options.gpus},
         health_check_period_s=1,
         graceful_shutdown_timeout_s=1,
     )
@@ -229,11 +235,17 @@ def make_parser() -> command.Parser:
     add("--router", choices=POLICIES, default="cost", help="policy of the router; default: %(default)s")
     add("--store", type=Path, metavar="DIR", help="that replicas save to and find prompts in")
     add("--cpus", type=command.number(0), default=0.5, metavar="N", help="of a replica; default: %(default)s")
+    add("--gpus", type=command.number(0), default=0, metavar="N", help="of a replica; default: %(default)s")
     return parser
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = make_parser().parse_args(arguments)
+    parser = make_parser()
+    options = parser.parse_args(arguments)
+    try:
+        server.load_tokenizer(options)  # a missing checkpoint is a sentence here, and not one per replica
+    except CheckpointError as error:
+        parser.error(str(error))
     serve.start(http_options={"host": options.host, "port": options.port})
     serve.run(make_application(options), blocking=True)
     return 0

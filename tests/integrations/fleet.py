@@ -26,7 +26,7 @@ from tests.experiments import tiny
 
 DEADLINE, BLOCK_SIZE, SHARED = 60.0, 16, 320
 FAMILIES = [(f"{name}: " * SHARED)[:SHARED] for name in ("ash", "birch", "cedar", "date", "elm", "fir")]
-NUM_TOKENS, NUM_LONG = 8, 160
+NUM_TOKENS, NUM_LONG = 8, 600
 
 
 class Fleet:
@@ -44,7 +44,7 @@ class Fleet:
             "--rows",
             "4",
             "--max-len",
-            "512",
+            "1024",
             "--block-size",
             str(BLOCK_SIZE),
         ]
