@@ -29,18 +29,19 @@ PY_TPU := .venv-tpu/bin/python
 PY_DIST := .venv-dist/bin/python
 PY_DOCS := .venv-docs/bin/python
 PY_INTEGRATIONS := .venv-integrations/bin/python
+PY_FLEET := .venv-fleet/bin/python
 PIP_INSTALL := --require-virtualenv --disable-pip-version-check install --quiet --no-compile
 
 # Where the environment says that modules are not to be kept compiled, each of the dozens of processes that start
 # here would compile jax again, for two seconds.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help .venv .venv-0112 .venv-aot .venv-aot-0112 .venv-tpu .venv-dist .venv-docs .venv-integrations demo \
+.PHONY: help .venv .venv-0112 .venv-aot .venv-aot-0112 .venv-tpu .venv-dist .venv-docs .venv-integrations .venv-fleet demo \
 	block-map test test-slow test-all test-0112 aot aot-newest aot-emulated aot-loops aot-steps aot-0112 aot-benchmark aot-tpu lint mutants bench \
-	dist docs integrations clean distclean
+	dist docs integrations fleet clean distclean
 
 help:
-	@echo "make demo | block-map | test | test-all | lint | bench | mutants | test-0112 | aot | aot-tpu | dist | docs | integrations | .venv | clean | distclean"
+	@echo "make demo | block-map | test | test-all | lint | bench | mutants | test-0112 | aot | aot-tpu | dist | docs | integrations | fleet | .venv | clean | distclean"
 
 demo: .venv
 	$(PY) -m experiments.decode
@@ -128,13 +129,17 @@ integrations: .venv-integrations
 	$(PY_INTEGRATIONS) -m tests.integrations.harness
 	$(PY_INTEGRATIONS) -m tests.integrations.trainer
 
+# Two replicas on Ray Serve, of which one is killed under load.
+fleet: .venv-fleet
+	$(PY_FLEET) -m tests.integrations.fleet
+
 # clean leaves the environments, distclean leaves a fresh clone.
 clean:
 	rm -rf .cache build dist .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf .venv .venv-0112 .venv-aot .venv-aot-0112 .venv-tpu .venv-dist .venv-docs .venv-integrations
+	rm -rf .venv .venv-0112 .venv-aot .venv-aot-0112 .venv-tpu .venv-dist .venv-docs .venv-integrations .venv-fleet
 
 # Environments. The stamp is touched last, so that an interrupted installation is done again.
 .venv: .venv/.made
@@ -145,6 +150,7 @@ distclean: clean
 .venv-dist: .venv-dist/.made
 .venv-docs: .venv-docs/.made
 .venv-integrations: .venv-integrations/.made
+.venv-fleet: .venv-fleet/.made
 
 .venv/.made: pyproject.toml Makefile
 	@$(call make_venv,.venv)
@@ -191,6 +197,11 @@ distclean: clean
 .venv-integrations/.made: .venv/.made
 	@$(call make_venv_on,.venv-integrations,.venv)
 	$(PY) -m pip --python $(PY_INTEGRATIONS) $(PIP_INSTALL) ai-dynamo-runtime openai lm-eval==0.4.13 google-tunix==0.1.7
+	@touch $@
+
+.venv-fleet/.made: .venv/.made
+	@$(call make_venv_on,.venv-fleet,.venv)
+	$(PY) -m pip --python $(PY_FLEET) $(PIP_INSTALL) 'ray[serve]==2.60.*'
 	@touch $@
 
 # XLA's CUDA plugin of the interpreter's jax, and the compiler and disassembler that it calls; no CUDA libraries.

@@ -16,7 +16,7 @@ Its rooms, each of which imports only those above it; a public operation's file 
 * `compression`: fewer tokens per row: `drop`, `compress`, scores of tokens, streaming
 * `chunks`: stored passages that are reused at any position
 * `tiers`: blocks in host memory, in stores of bytes, and as values that leave the cache and return
-* `processes`: an engine on a mesh of several processes, and events by which routers know what it holds
+* `processes`: an engine on a mesh of several processes, events of what it holds, the choice among replicas
 * `engine`: continuous batching inside one compiled program
 * `manager`: requests by id on the host
 * `testing`: poison, the token test, checks of a model of one's own

@@ -282,6 +282,7 @@ def test_wheel_ships_two_typed_packages_that_need_jax_and_numpy():
         "tensorstore",
         "valkey",
         "events",
+        "serve",
         "lm-eval",
         "tunix",
         "docs",

@@ -101,16 +101,20 @@ class ModelSizes:
         left = share * machine.memory * machine.num_chips - self.num_params * self.bytes_per_number
         return max(int(left // (self.bytes_per_token * block_size)), 0)
 
-    def step_seconds(self, machine: Machine, num_tokens: float, num_held: float) -> float:
+    def step_seconds(
+        self, machine: Machine, num_tokens: float, num_held: float, *, num_pairs: float | None = None
+    ) -> float:
         """Computes the time of a step.
 
         Args:
           machine: It runs on.
           num_tokens: Computed in the step.
           num_held: Tokens in the cache, each read once: by the row that holds it.
+          num_pairs: A token that is computed, with one that it attends to. Default: `num_held`, of decoding.
         """
         num_bytes = self.num_params * self.bytes_per_number + num_held * self.bytes_per_token
-        in_attention = 4 * self.layers * self.q_heads * self.head_dim * num_held
+        pairs = num_held if num_pairs is None else num_pairs
+        in_attention = 4 * self.layers * self.q_heads * self.head_dim * pairs
         return machine.seconds(num_bytes, 2 * self.num_params * num_tokens + in_attention)
 
 

@@ -118,25 +118,55 @@ def bound(host: str, port: int) -> socket.socket:
     return found
 
 
-def make_service(options: argparse.Namespace, **more: Any) -> Any:
+def make_service(options: argparse.Namespace, *, thread: Any = None, **more: Any) -> Any:
     """Loads the model, and compiles the engine for it.
+
+    Args:
+      options: Of the command.
+      thread: Serves requests in place of an engine's thread; then no model is loaded.
+      **more: Of `Service`.
 
     Raises:
       InputError, CheckpointError: options that do not fit, no model, no tokenizer.
     """
-    import jax
-
     from experiments.server import chat_template
     from experiments.server.app import Service
     from experiments.server.engine_thread import EngineThread
+    from models import checkpoint
+
+    tokenizer = load_tokenizer(options)
+    template = chat_template.read(options.checkpoint, options.chat_template)
+    config = checkpoint.load_config(options.checkpoint, dtype=_dtype(options))
+    max_len = min(options.max_len or 8192, config.max_seq_len)
+    return Service(
+        model=options.name or options.checkpoint.resolve().name,
+        thread=thread or EngineThread(make_engine(options)),
+        tokenizer=tokenizer,
+        max_len=max_len,
+        max_requests=options.rows + options.queue,
+        max_tokens=min(options.max_tokens or max_len, max_len),
+        max_logprobs=min(options.top_logprobs, config.vocab_size),
+        max_body=options.max_body,
+        template=template,
+        api_key=options.api_key,
+        **more,
+    )
+
+
+def load_tokenizer(options: argparse.Namespace) -> Any:
+    """Loads the tokenizer of the options' checkpoint."""
     from experiments.server.tokens import QuietTokenizer
+    from models import checkpoint
+
+    return QuietTokenizer(checkpoint.load_tokenizer(options.checkpoint))
+
+
+def make_engine(options: argparse.Namespace) -> kv.Engine:
+    """Loads the model, and compiles the engine for it; errors are those of `make_service`."""
     from models import checkpoint
     from models import decoder as models
 
-    tokenizer = QuietTokenizer(checkpoint.load_tokenizer(options.checkpoint))
-    template = chat_template.read(options.checkpoint, options.chat_template)
-    dtype = options.dtype or ("float32" if jax.default_backend() == "cpu" else None)
-    decoder = checkpoint.load(options.checkpoint, dtype=dtype)
+    decoder = checkpoint.load(options.checkpoint, dtype=_dtype(options))
     max_len = min(options.max_len or 8192, decoder.config.max_seq_len)
     needed = ceil_div(max_len, options.block_size)
     if options.blocks is not None and options.blocks < needed:
@@ -157,7 +187,7 @@ def make_service(options: argparse.Namespace, **more: Any) -> Any:
         limits = kv.engine.Limits(
             max_requests=max_requests,
             max_tokens=max_requests * (max_len + 1),
-            max_stop_tokens=max(1, len(tokenizer.stop_tokens)),
+            max_stop_tokens=max(1, len(load_tokenizer(options).stop_tokens)),
         )
         engine = kv.Engine(
             models.forward,
@@ -170,19 +200,13 @@ def make_service(options: argparse.Namespace, **more: Any) -> Any:
     except ValueError as error:
         raise InputError(str(error)) from None
     engine.compile()
-    return Service(
-        model=options.name or options.checkpoint.resolve().name,
-        thread=EngineThread(engine),
-        tokenizer=tokenizer,
-        max_len=max_len,
-        max_requests=max_requests,
-        max_tokens=min(options.max_tokens or max_len, max_len),
-        max_logprobs=min(options.top_logprobs, decoder.config.vocab_size),
-        max_body=options.max_body,
-        template=template,
-        api_key=options.api_key,
-        **more,
-    )
+    return engine
+
+
+def _dtype(options: argparse.Namespace) -> str | None:
+    import jax
+
+    return options.dtype or ("float32" if jax.default_backend() == "cpu" else None)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Other processes: engines on a mesh of several, and events by which routers know what a cache holds."""
+"""Other processes: engines on a mesh of several, events of what a cache holds, the choice among replicas."""
 
 from kvcache_jax.core.team import ProcessLost
 from kvcache_jax.processes.distributed_team import DistributedTeam
@@ -9,6 +9,7 @@ from kvcache_jax.processes.index_events import (
     BlockStored,
     IndexFollower,
 )
+from kvcache_jax.processes.replicas import Replica, ReplicaIndex, choose_replica, prompt_hashes
 
 __all__ = [
     "AllBlocksCleared",
@@ -18,4 +19,8 @@ __all__ = [
     "EventPublisher",
     "IndexFollower",
     "ProcessLost",
+    "Replica",
+    "ReplicaIndex",
+    "choose_replica",
+    "prompt_hashes",
 ]

@@ -4,6 +4,8 @@ import hashlib
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import numpy as np
+
 from kvcache_jax.core.cache_checks import require_prefix_index
 from kvcache_jax.core.state import Cache
 from kvcache_jax.tiers.published import Blocks, NamedBlocks, read_blocks
@@ -106,10 +108,15 @@ class IndexFollower:
         return events + _stored(blocks, names, new, group.num_blocks)
 
 
+def hash_block(namespace: np.ndarray, tokens: np.ndarray, before: int | None) -> int:
+    """Computes the hash of a block of a namespace u32[4], with tokens i32[n], after the block before it."""
+    text = namespace.astype("<u4").tobytes() + tokens.astype("<i4").tobytes()
+    parent = b"" if before is None else before.to_bytes(8, "little")
+    return int.from_bytes(hashlib.blake2b(parent + text, digest_size=8).digest(), "little")
+
+
 def _name(blocks: Blocks, block: int, parent: int | None) -> int:
-    text = blocks.namespaces[block].astype("<u4").tobytes() + blocks.tokens[block].astype("<i4").tobytes()
-    before = b"" if parent is None else parent.to_bytes(8, "little")
-    return int.from_bytes(hashlib.blake2b(before + text, digest_size=8).digest(), "little")
+    return hash_block(blocks.namespaces[block], blocks.tokens[block], parent)
 
 
 def _medium(block: int, num_on_device: int) -> str:
