@@ -491,8 +491,8 @@ class Engine:
         """Takes in the reports of all shards, after so many seconds of the host for the launch."""
         begun_s, now = time.thread_time(), self.clock()
         begun_at = now - (arrival.at - arrival.begun_at)
-        num_steps, has_news = self._delivery.take_in(arrival.reports, begun_at, now)
         self._device.drop(arrival)
+        num_steps, has_news = self._delivery.take_in(arrival.reports, begun_at, now)
         if has_news:
             self._pace.note_news(arrival.at)
         host_s = launching_s + time.thread_time() - begun_s
