@@ -52,9 +52,10 @@ def turn(engine: kv.Engine, prompts: np.ndarray) -> dict[str, float]:
         found = engine.figures().counts
         return np.array([found[kv.engine.Counter.STEPS], found[kv.engine.Counter.ADMISSIONS]])
 
-    left, before, start = list(prompts), counts(), time.perf_counter()
+    before, start = counts(), time.perf_counter()
+    left = [kv.GenerationRequest(prompt, MAX_NEW) for prompt in prompts]
     while left or engine.num_unfinished:
-        left = left[engine.push(kv.GenerationRequest(prompt, MAX_NEW) for prompt in left) :]
+        left = left[engine.push(left) :]
         engine.drain(32)
         engine.take_events()
     seconds = time.perf_counter() - start

@@ -74,6 +74,8 @@ class Delivery:
     def _deliver(self, table: RequestTable, report: np.ndarray, begun_at: float, now: float) -> bool:
         """Makes an event of each continuation's entries; those that ended leave the table."""
         entries = report[self._outbox :].reshape(-1, self._width)[: report[Report.OUTBOX_LEN]]
+        if not len(entries):
+            return False
         is_of_prompt = entries[:, 4] == OF_PROMPT
         if is_of_prompt.any():
             _note_prompts(table, entries[is_of_prompt])
