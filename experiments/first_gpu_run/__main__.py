@@ -156,7 +156,10 @@ def run_part(part: Part, options: argparse.Namespace, limit_s: float) -> dict[st
                 command_line, stdout=out, stderr=said, env=environment, text=True, start_new_session=True
             )
             running.append((process, printed, said))
-        ends = [_end(*each, limit_s - (time.monotonic() - start)) for each in running]
+        ends = [
+            _end(process, printed, said, limit_s - (time.monotonic() - start))
+            for process, printed, said in running
+        ]
     failed = [(how, said) for how, said, _ in ends if how != ENDED]
     how, said = failed[0] if failed else (ENDED, "")
     return {

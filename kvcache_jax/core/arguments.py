@@ -40,6 +40,7 @@ Array = jax.Array | np.ndarray
 """An array of jax, or of numpy if the values came from the host."""
 
 INT32 = np.iinfo(np.int32)
+_LEAST, _MOST = int(INT32.min), int(INT32.max)
 
 
 def int_column(name: str, values: Any, num_rows: int | None = None) -> Array:
@@ -63,9 +64,16 @@ def priorities(values: Any, num_rows: int) -> Array:
     column = int_column("priority", given, num_rows)
     is_taken = np.can_cast(given.dtype, np.int32) or isinstance(given, Tracer)
     for value in [] if is_taken else np.asarray(given).tolist():
-        if not INT32.min <= value <= INT32.max:
-            raise ValueError(f"priority is {value}, expected {INT32.min} to {INT32.max}")
+        one_priority(value)
     return column
+
+
+def one_priority(value: Any) -> int:
+    """Converts a priority that the host knows to a Python int; one beyond 32 bits is refused."""
+    value = as_integer("priority", value)
+    if not _LEAST <= value <= _MOST:
+        raise ValueError(f"priority is {value}, expected {_LEAST} to {_MOST}")
+    return value
 
 
 def hashable_id[T](name: str, value: T) -> T:
@@ -127,7 +135,7 @@ def integers(name: str, values: Any) -> Array:
         for value in values.flat:
             if isinstance(value, int) and abs(value) >> 63:
                 raise TypeError(f"{name} has {value}, expected integers of at most 64 bits")
-    if not jnp.issubdtype(values.dtype, np.integer):
+    if values.dtype.kind not in "iu" and not jnp.issubdtype(values.dtype, np.integer):
         fix = ""
         if values.dtype == bool and name.endswith("_ids"):
             fix = ": of a mask, jnp.where(mask, jnp.arange(max_seqs), max_seqs)"

@@ -8,7 +8,6 @@ from jax import lax
 
 from kvcache_jax.arrays.masked_updates import (
     add_at,
-    first_true,
     get_at,
     num_true,
     quotient,
@@ -32,6 +31,9 @@ from kvcache_jax.operations.allocate import Hits, Prompts, allocate_rows, requir
 from kvcache_jax.operations.fork import fork_rows
 from kvcache_jax.operations.free import free_rows
 from kvcache_jax.operations.reserve import needs, num_available
+
+_COMPARED_AT_ONCE = 512
+"""Tokens of each prompt."""
 
 
 def admit(state: EngineState, options: Options) -> EngineState:
@@ -89,16 +91,26 @@ def _is_computed(state: EngineState, slots: jax.Array, prompts: Prompts, hits: H
     may_share &= is_before & is_computing[:, None]
     may_share &= (prompts.reuse & (slots < state.requests.num_slots))[None]
 
-    def compare() -> jax.Array:
-        tokens = state.tokens_of(owners)
-        num_common = first_true(tokens[:, None] != tokens[None, cache.max_seqs :])
-        # A row computes the last token of its prompt itself: a block that ends with it is no reason to wait.
-        num_common = jnp.minimum(num_common, jnp.minimum(length[:, None], prompts.num_tokens[None] - 1))
-        block_size = cache.config.groups[cache.config.indexed_group].block_size
-        num_blocks = quotient(jnp.maximum(num_common, 0), block_size)
-        return may_share & (num_blocks > quotient(hits.num_tokens, block_size)[None])
+    block_size = cache.config.groups[cache.config.indexed_group].block_size
+    num_needed = (quotient(hits.num_tokens, block_size) + 1) * block_size
+    # A row computes the last token of its prompt itself: a block that ends with it is no reason to wait.
+    num_own = jnp.minimum(length[:, None], prompts.num_tokens[None] - 1)
 
-    return lax.cond(may_share.any(), compare, lambda: jnp.zeros_like(may_share))
+    def compare(loop: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        is_equal, first = loop
+        places = first + jnp.arange(_COMPARED_AT_ONCE, dtype=jnp.int32)
+        # Read once: fused into the comparison, each token would be read for every pair.
+        tokens = lax.optimization_barrier(state.tokens_of(owners, places))
+        differs = tokens[:, None] != tokens[None, cache.max_seqs :]
+        differs &= (places[None] < num_needed[:, None])[None]
+        return is_equal & ~differs.any(axis=-1), first + _COMPARED_AT_ONCE
+
+    def goes_on(loop: tuple[jax.Array, jax.Array]) -> jax.Array:
+        is_equal, first = loop
+        return (is_equal & (first < num_needed)[None]).any()
+
+    may_share &= num_needed[None] <= num_own
+    return lax.while_loop(goes_on, compare, (may_share, jnp.int32(0)))[0]
 
 
 def _num_revived(control: Control, hits: Hits, i: int, is_admitted: jax.Array) -> jax.Array:

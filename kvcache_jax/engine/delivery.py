@@ -9,6 +9,7 @@ from kvcache_jax.engine.events import EngineFigures, TokenEvent
 from kvcache_jax.engine.metrics import Metrics
 from kvcache_jax.engine.program import HEADER_LEN, Report
 from kvcache_jax.engine.state import NO_TOKEN, NUM_COLUMNS, OF_PROMPT, EngineCounter, Finish
+from kvcache_jax.engine.stop_text import Said
 from kvcache_jax.engine.table import RequestTable, Sample
 
 
@@ -29,6 +30,7 @@ class Delivery:
     def __init__(self, tables: Sequence[RequestTable], max_seqs: int, num_slots: int, width: int):
         self.events: deque[TokenEvent] = deque()
         self.metrics = Metrics()
+        self._error: Exception | None = None  # the first one of a caller's `detokenize`
         self._tables, self._width = tables, width
         self._rows_end = HEADER_LEN + max_seqs
         self._outbox = self._rows_end + num_slots
@@ -38,7 +40,8 @@ class Delivery:
     def take_in(self, reports: np.ndarray, begun_at: float, now: float) -> tuple[int, bool]:
         """Takes in the reports i32[shards, any] of a dispatch that began then, and arrived now.
 
-        Returns its steps, and whether a request got its first token or ended.
+        Returns its steps, and whether a request got its first token or ended. All of it is taken in before an
+        error of a caller's function is raised.
         """
         num_steps, has_news = 0, False
         for shard, (report, table) in enumerate(zip(reports, self._tables, strict=True)):
@@ -46,6 +49,9 @@ class Delivery:
             self._note_starts(table, report, self._reports[shard], begun_at)
             has_news |= self._deliver(table, report, begun_at, now)
         self._reports = reports
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
         return num_steps, has_news
 
     def _count(self, counts: dict[EngineCounter, int], report: np.ndarray) -> int:
@@ -68,6 +74,8 @@ class Delivery:
     def _deliver(self, table: RequestTable, report: np.ndarray, begun_at: float, now: float) -> bool:
         """Makes an event of each continuation's entries; those that ended leave the table."""
         entries = report[self._outbox :].reshape(-1, self._width)[: report[Report.OUTBOX_LEN]]
+        if not len(entries):
+            return False
         is_of_prompt = entries[:, 4] == OF_PROMPT
         if is_of_prompt.any():
             _note_prompts(table, entries[is_of_prompt])
@@ -108,11 +116,14 @@ class Delivery:
         has_ended, text = reason != Finish.NOT_YET, None
         sample.tokens += tokens
         if sample.text is not None:
-            (tokens, logprobs, tops), text, sample.has_stopped = sample.text.add(
-                (tokens, logprobs, tops), has_ended
-            )
+            stop, said = Finish.STOP, Said([[], [], []], "", True)
+            try:
+                said = sample.text.add((tokens, logprobs, tops), has_ended)
+            except Exception as error:
+                stop, self._error = Finish.CANCELLED, self._error or error
+            (tokens, logprobs, tops), text, sample.has_stopped = said
             if sample.has_stopped:
-                reason, has_ended = Finish.STOP, True
+                reason, has_ended = stop, True
             if not (tokens or text or has_ended):
                 return
         self.metrics.note_tokens(sample, len(tokens), now)

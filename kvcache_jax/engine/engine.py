@@ -364,11 +364,10 @@ class Engine:
                     self._has_new_weights or any(table.has_work for table in self._tables)
                 ):
                     self._dispatch(length)
-            launching_s = time.thread_time() - begun_s
             if self._device.num_in_flight:
                 arrival = self._device.arrival()
                 with uninterrupted(), self._lock:
-                    self._take_in(arrival, launching_s)
+                    self._take_in(arrival, begun_s)
                     if not self.num_unfinished:
                         self._attend()
             elif self.num_unfinished:  # all wait for answers of what is attached
@@ -413,7 +412,7 @@ class Engine:
         keep = static_flag("keep", keep)
         with self._consumer, uninterrupted(), self._lock:
             while self._device.num_in_flight:
-                self._take_in(self._device.arrival(), 0.0)
+                self._take_in(self._device.arrival(), time.thread_time())
             self._attend()
             self._device.release(keep)
 
@@ -487,14 +486,14 @@ class Engine:
                 if sample.ends_at is not None and sample.ends_at <= now:
                     self._end(table, sample, Finish.DEADLINE)
 
-    def _take_in(self, arrival: Arrival, launching_s: float) -> None:
-        """Takes in the reports of all shards, after so many seconds of the host for the launch."""
-        begun_s, now = time.thread_time(), self.clock()
+    def _take_in(self, arrival: Arrival, begun_s: float) -> None:
+        """Takes in the reports of all shards; the host's work for them began at `begun_s` of its thread."""
+        now = self.clock()
         begun_at = now - (arrival.at - arrival.begun_at)
-        num_steps, has_news = self._delivery.take_in(arrival.reports, begun_at, now)
         self._device.drop(arrival)
+        num_steps, has_news = self._delivery.take_in(arrival.reports, begun_at, now)
         if has_news:
             self._pace.note_news(arrival.at)
-        host_s = launching_s + time.thread_time() - begun_s
+        host_s = time.thread_time() - begun_s  # waiting takes none
         device_s = None if arrival.is_late else arrival.at - arrival.begun_at
         self._pace.note(arrival.at, host_s, num_steps, device_s)

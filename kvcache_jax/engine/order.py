@@ -103,12 +103,13 @@ def look_up(state: EngineState, slots: jax.Array) -> tuple[Prompts, Hits]:
     prompts, cache = prompts_of(state, slots), state.cache
     if prompts.tokens is None or cache.config.max_seq_len < 2 * _FEW_TOKENS:
         return prompts, find_hits(cache.control, prompts, cache.config)
-    few = prompts._replace(tokens=prompts.tokens[:, :_FEW_TOKENS])
-    hits = lax.cond(
-        (prompts.num_tokens <= _FEW_TOKENS).all(),
-        lambda: find_hits(cache.control, few, cache.config),
-        lambda: find_hits(cache.control, prompts, cache.config),
-    )
+
+    def find(num: int) -> Hits:
+        tokens = state.tokens_of(slots, jnp.arange(num, dtype=jnp.int32))
+        return find_hits(cache.control, prompts._replace(tokens=tokens), cache.config)
+
+    are_short = (prompts.num_tokens <= _FEW_TOKENS).all()
+    hits = lax.cond(are_short, lambda: find(_FEW_TOKENS), lambda: find(cache.config.max_seq_len))
     return prompts, hits
 
 

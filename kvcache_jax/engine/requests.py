@@ -11,6 +11,7 @@ in the order in which they were pushed, and is never used twice.
 """
 
 import dataclasses
+import functools
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from jax.typing import ArrayLike
 
 from kvcache_jax.arrays.number_checks import finite_number, static_count, static_flag
 from kvcache_jax.arrays.pytree import pytree_dataclass
-from kvcache_jax.core.arguments import hashable_id, namespace_words, priorities
+from kvcache_jax.core.arguments import hashable_id, namespace_words, one_priority
 from kvcache_jax.core.token_arguments import host_tokens
 from kvcache_jax.decoding.options import GREEDY, SamplingParams, require_option
 from kvcache_jax.decoding.sampling import SamplingColumns
@@ -163,7 +164,7 @@ class GenerationRequest:
         if not len(prompt):
             raise ValueError("prompt has 0 tokens, expected at least 1")
         stops = host_tokens("stop_tokens", self.stop_tokens)
-        if (stops < 0).any():
+        if len(stops) and stops.min() < 0:
             raise ValueError(f"stop_tokens has {int(stops.min())}, expected token ids, 0 or more")
         require_option("sampling", self.sampling, SamplingParams)
         if not isinstance(self.sampling.seed, int):
@@ -176,7 +177,7 @@ class GenerationRequest:
             "id": hashable_id("id", self.id),
             "max_new_tokens": static_count("max_new_tokens", self.max_new_tokens),
             "stop_tokens": stops,
-            "priority": int(priorities([self.priority], 1)[0]),
+            "priority": one_priority(self.priority),
             "client": static_count("client", self.client, least=0),
             "num_samples": static_count("num_samples", self.num_samples),
             "namespace": one_namespace(self.namespace),
@@ -215,6 +216,7 @@ def one_namespace(namespace: ArrayLike | None) -> np.ndarray:
     return np.array(namespace_words(namespace, 1))[0]
 
 
+@functools.lru_cache(maxsize=1024)
 def sample_seed(seed: Any, sample_id: int) -> int:
     """Derives the seed of one sample, below 2**32."""
     return int(np.random.SeedSequence([seed, sample_id]).generate_state(1)[0])

@@ -48,6 +48,7 @@ class Shards:
         self.team = placement.team if placement else ALONE
         self._latest: Inbox | None = None
         self._placed: Any = None
+        self._apart: tuple[Any, list, _Structure] | None = None
         if mesh is None:
             self._home = _home_of(params)
             self._program = _program_at(self._home, config)
@@ -112,7 +113,7 @@ class Shards:
     ) -> tuple[EngineState, jax.Array]:
         """Runs a dispatch on all shards; the reports are i32[shards, any]."""
         news = self._joined(inboxes)
-        return self._program(params, state, news, length, model, options)
+        return self._program(*self._passed(params), state, news, length, model, options)
 
     def lower(
         self,
@@ -125,7 +126,16 @@ class Shards:
     ) -> jax.stages.Lowered:
         """Lowers the program that `run` runs."""
         news = self._joined(inboxes)
-        return self._program.lower(params, state, news, length, model, options)
+        return self._program.lower(*self._passed(params), state, news, length, model, options)
+
+    def _passed(self, params: Any) -> tuple[Any, "_Structure | None"]:
+        """Takes parameters apart once: of a module that would be most of what a dispatch costs the host."""
+        if self._mesh is not None:
+            return params, None
+        if self._apart is None or self._apart[0] is not params:
+            leaves, structure = jax.tree.flatten(params)
+            self._apart = params, leaves, _Structure(structure)
+        return self._apart[1:]
 
     def _joined(self, inboxes: Sequence[Inbox]) -> Inbox:
         if self._mesh is None:
@@ -142,7 +152,7 @@ class Shards:
         rows = PartitionSpec(self._row_axis)
         pools = PartitionSpec(self._row_axis, None, self._config.head_axis)
 
-        def run(params, state, inbox, length, model, options):
+        def run(params, _, state, inbox, length, model, options):
             def on_shard(params, state, inbox, length):
                 state, inbox = jax.tree.map(lambda x: x[0], (state, inbox))
                 state, report = run_dispatch(model, params, state, inbox, length, options)
@@ -171,7 +181,7 @@ class Shards:
                 reports = lax.with_sharding_constraint(reports, everywhere)
             return state, reports
 
-        return jax.jit(run, static_argnames=("model", "options"), donate_argnames="state")
+        return jax.jit(run, static_argnames=("_", "model", "options"), donate_argnames="state")
 
 
 def _is_committed(leaf: Any) -> bool:
@@ -209,20 +219,40 @@ def _homes(home: Any, config: CacheConfig) -> EngineState:
     return EngineState(**parts)
 
 
+class _Structure:
+    """The structure of parameters; the same one is found equal without a look at what modules hold."""
+
+    def __init__(self, tree: Any):
+        self.tree, self._hash = tree, hash(tree)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, _Structure) and self.tree == other.tree)
+
+
 @functools.cache
 def _program_at(home: Sharding, config: CacheConfig) -> Any:
     """Makes the program at one place, which engines of equal models, sizes and options share there."""
 
     def run(
-        params: Any, state: EngineState, inbox: Inbox, length: jax.Array, model: Model, options: Options
+        leaves: list[jax.Array],
+        structure: _Structure,
+        state: EngineState,
+        inbox: Inbox,
+        length: jax.Array,
+        model: Model,
+        options: Options,
     ) -> tuple[EngineState, jax.Array]:
+        params = jax.tree.unflatten(structure.tree, leaves)
         state, report = run_dispatch(model, params, state, inbox, length, options)
         return state, report[None]
 
     # A state that comes out as it went in has the next dispatch run the same program.
     return jax.jit(
         run,
-        static_argnames=("model", "options"),
+        static_argnames=("structure", "model", "options"),
         donate_argnames="state",
         # On a mesh jax compiles a second program for an inbox that is there already.
         in_shardings=(None, None, home, home) if len(home.device_set) == 1 else None,

@@ -163,11 +163,15 @@ class EngineState:
         """i32[max_seqs, max_seq_len], tokens of each row's request; after `row_length` they are arbitrary."""
         return self.tokens_of(self.row_request)
 
-    def tokens_of(self, slots: jax.Array) -> jax.Array:
-        """Reads the tokens of requests, i32[n, max_seq_len]; entries after their length are arbitrary."""
-        place = jnp.arange(self.cache.config.max_seq_len, dtype=jnp.int32)
+    def tokens_of(self, slots: jax.Array, places: jax.Array | None = None) -> jax.Array:
+        """Reads the tokens of requests at `places` i32[m], i32[n, m]; those after their length are arbitrary.
+
+        Default: all places below `max_seq_len`.
+        """
+        if places is None:
+            places = jnp.arange(self.cache.config.max_seq_len, dtype=jnp.int32)
         start = get_at(self.requests.start, slots, 0)
-        return get_at(self.requests.tokens, start[:, None] + place[None])
+        return get_at(self.requests.tokens, start[:, None] + places[None])
 
     @property
     def wants_prompt(self) -> jax.Array:

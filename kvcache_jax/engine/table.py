@@ -59,7 +59,8 @@ class Sample:
     @property
     def known(self) -> np.ndarray:
         """i32[any], its prompt and the tokens that were told."""
-        return np.append(self.request.prompt, np.array(self.tokens, np.int32))
+        prompt = np.asarray(self.request.prompt)
+        return np.append(prompt, np.array(self.tokens, np.int32)) if self.tokens else prompt
 
     @property
     def is_ready(self) -> bool:

@@ -112,3 +112,26 @@ def test_a_push_does_not_wait_while_the_program_is_compiled():
         jax.monitoring.unregister_event_duration_listener(note)
     assert waited == [False, False]
     expect(said, requests)
+
+
+def test_parameters_are_taken_apart_once():
+    """Not at each dispatch: of a module of many parts it takes longer than all else that the host does."""
+    num_times = [0]
+
+    class Module(dict):
+        """Parameters of a class of their own."""
+
+    def take_apart(module):
+        num_times[0] += 1
+        return tuple(module.values()), tuple(module)
+
+    jax.tree_util.register_pytree_node(Module, take_apart, lambda keys, x: Module(zip(keys, x, strict=True)))
+    engine = kv.Engine(forward, Module(make_params()), config(num_blocks=11), **SIZES)
+    requests = [ask([i, 3], 12, i) for i in range(3)]
+    expect(collect(engine, requests[:1]), requests[:1])
+    before = num_times[0]
+    expect(collect(engine, requests), requests)
+    assert num_times[0] == before
+    engine.set_params(Module(make_params(shift=1)))
+    assert num_times[0] > before
+    expect(collect(engine, requests), requests, shift=1)
