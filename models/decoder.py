@@ -88,7 +88,11 @@ def _layer_kind(
 
 
 def _forward(
-    decoder: "Decoder", tokens: jax.Array, cache: kv.Cache, step: kv.Step
+    decoder: "Decoder",
+    tokens: jax.Array,
+    cache: kv.Cache,
+    step: kv.Step,
+    logits_at: jax.Array | None = None,
 ) -> tuple[jax.Array, kv.Cache]:
     """Stores the step's tokens in the cache and predicts the token after each of them.
 
@@ -97,12 +101,12 @@ def _forward(
       tokens: i32[...], shaped like `step.positions`; any id of the vocabulary where there is no token.
       cache: Built from `cache_config(decoder.config)`; updated in place if the caller donates it.
       step: From `kv.extend`.
+      logits_at: i32[m], the tokens whose logits are wanted; None for all.
 
     Returns:
-      Logits f32[..., vocab_size], unspecified where there is no token, and the cache; logits of the tokens
-      that the step wants them of.
+      Logits f32[..., vocab_size] or `[m, 1, vocab_size]`, unspecified where there is no token; the cache.
     """
-    return decoder(tokens, cache, step)
+    return decoder(tokens, cache, step, logits_at)
 
 
 class Decoder(nnx.Module):
@@ -125,7 +129,9 @@ class Decoder(nnx.Module):
         if not config.tie_embeddings:
             self.unembedding = normal(config, rngs, (config.vocab_size, config.hidden_size), 0.02)
 
-    def __call__(self, tokens: jax.Array, cache: kv.Cache, step: kv.Step) -> tuple[jax.Array, kv.Cache]:
+    def __call__(
+        self, tokens: jax.Array, cache: kv.Cache, step: kv.Step, logits_at: jax.Array | None = None
+    ) -> tuple[jax.Array, kv.Cache]:
         x = self.embed(tokens)
         turns = rotations(self.config, step.positions)
         if self.is_stacked:
@@ -134,7 +140,7 @@ class Decoder(nnx.Module):
         else:
             for layer, place, turn in zip(self.layers, self.config.cache_layers, turns, strict=True):
                 x, cache = layer(x, cache, place, step, turn)
-        x = self.norm(kv.decoding.for_logits(x, step))
+        x = self.norm(kv.decoding.for_logits(x, logits_at))
         unembedding = self.embedding if self.config.tie_embeddings else self.unembedding
         unembedding = unembedding[...].astype(x.dtype)
         logits = jnp.einsum("...h,vh->...v", x, unembedding, preferred_element_type=jnp.float32)

@@ -401,7 +401,6 @@ class Step:
       shift: i32[tokens], by how many places the text is ahead of the row; None where no row hides tokens.
       parts: Steps whose tokens, one after the other, are the rows of this one, `[tokens, 1]`; attention
         computes each by the plans of its own. () where this step has plans.
-      logits_at: i32[m], the tokens, in their order here, whose logits are wanted; None for all.
     """
 
     status: jax.Array
@@ -416,7 +415,6 @@ class Step:
     shift: jax.Array | None = None
     follows: jax.Array | None = None
     parts: tuple["Step", ...] = ()
-    logits_at: jax.Array | None = None
 
     @property
     def held(self) -> jax.Array:

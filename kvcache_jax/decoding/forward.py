@@ -14,9 +14,12 @@ Forward = Callable[[Any, jax.Array, Cache, Step], tuple[jax.Array, Cache]]
 
 While tokens are decoded, the `n` rows of a step are rows of the cache, each once. While prompts are computed,
 they are pieces: a row of the cache may have several, one after the other, as `step.seq_ids` tells. A layer
-that carries a state along a row's tokens, beside `kv.attention`, must join them. The engine computes both in
-one call where no layer has a window or a state: each token is a row then, and logits are wanted of few of
-them (`for_logits`).
+that carries a state along a row's tokens, beside `kv.attention`, must join them.
+
+A model with a parameter `logits_at` says with it that it reads what is stored by `kv.attention` and
+`kv.attend` alone. Where no layer has a window or a state, the engine then computes pieces and next tokens in
+one call: each token is a row, and logits are wanted of the tokens `logits_at` i32[m], `[m, 1, vocab]`, or of
+all where it is None. See `for_logits`.
 """
 
 
@@ -45,9 +48,11 @@ class PreparedForward:
     forward: Forward
     prepare: Callable[[Any], Any]
 
-    def __call__(self, params: Any, tokens: jax.Array, cache: Cache, step: Step) -> tuple[jax.Array, Cache]:
-        """Calls the model."""
-        return self.forward(params, tokens, cache, step)
+    def __call__(
+        self, params: Any, tokens: jax.Array, cache: Cache, step: Step, **more: Any
+    ) -> tuple[jax.Array, Cache]:
+        """Calls the model; `more` is what it asks for by the names of its parameters."""
+        return self.forward(params, tokens, cache, step, **more)
 
     @property
     def __wrapped__(self) -> Forward:
@@ -60,15 +65,9 @@ def prepared(forward: Forward, params: Any) -> Any:
     return forward.prepare(params) if isinstance(forward, PreparedForward) else params
 
 
-def for_logits(hidden: jax.Array, step: Step) -> jax.Array:
-    """Selects the tokens of `hidden [n, T, width]` whose logits the caller of the model wants.
-
-    A model computes its logits from the result: all, or `[m, 1, width]` where `step.logits_at` names `m`
-    tokens. A model that computes all nevertheless is right, too.
-    """
-    if step.logits_at is None:
-        return hidden
-    return hidden.reshape(-1, 1, hidden.shape[-1])[step.logits_at]
+def for_logits(hidden: jax.Array, logits_at: jax.Array | None) -> jax.Array:
+    """Selects the tokens of `hidden [n, T, width]` whose logits are wanted, `[m, 1, width]`; all for None."""
+    return hidden if logits_at is None else hidden.reshape(-1, 1, hidden.shape[-1])[logits_at]
 
 
 def width_of(result: Any, num_rows: int, num_tokens: int) -> int:

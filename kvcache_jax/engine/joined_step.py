@@ -1,29 +1,30 @@
 """Calls of the model as one: each token a row of its own, attention by the plans of the calls."""
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import Cache, Step
+from kvcache_jax.engine.inputs import asks_for
 
 
-def can_join(config: CacheConfig) -> bool:
-    """Tests whether prompts and next tokens of a row can be stored by one step.
+def can_join(config: CacheConfig, forward: Callable) -> bool:
+    """Tests whether a model can compute prompts and next tokens of a row in one step.
 
     A window takes back blocks for a row's next token that its prompt's tokens still read, and states are
-    computed in the order of tokens.
+    computed in the order of tokens. A model must say that it reads no cache by itself; see `Forward`.
     """
-    return all(group.span.keeps_all for group in config.groups)
+    return asks_for(forward, "logits_at") and all(group.span.keeps_all for group in config.groups)
 
 
 def join(cache: Cache, prompts: Step, following: Step) -> Step:
-    """Joins two padded steps with plans to one of rows of a token; logits are wanted of the second's."""
+    """Joins two padded steps with plans to one of rows of a token."""
     steps = [by_token(cache, step, step.positions.size) for step in (prompts, following)]
     step: Step = jax.tree.map(lambda *columns: jnp.concatenate(columns), *steps)
-    logits_at = jnp.arange(prompts.positions.size, step.positions.size, dtype=jnp.int32)
-    return dataclasses.replace(step, parts=(prompts, following), logits_at=logits_at)
+    return dataclasses.replace(step, parts=(prompts, following))
 
 
 def by_token(cache: Cache, step: Step, num_rows: int) -> Step:

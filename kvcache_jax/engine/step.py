@@ -53,21 +53,22 @@ class Model:
     advance_inputs: AdvanceInputs | None = None  # changes inputs after a token was drawn; or None
 
     def call(
-        self, params: Any, state: EngineState, tokens: jax.Array, cache: Cache, step: Step
+        self,
+        params: Any,
+        state: EngineState,
+        tokens: jax.Array,
+        cache: Cache,
+        step: Step,
+        logits_at: jax.Array | None = None,
     ) -> tuple[jax.Array, Cache]:
         """Calls the model on a padded step of rows of the state."""
-        more = {}
+        more: dict[str, Any] = {} if logits_at is None else {"logits_at": logits_at}
         if asks_for(self.forward, "inputs"):
             slots = get_at(state.row_request, step.seq_ids, state.requests.num_slots)
             more["inputs"] = inputs_of(state.requests.inputs, slots)
         result = self.forward(params, tokens, cache, step, **more)
-        if step.logits_at is None:
-            width_of(result, *tokens.shape)
-            return result
-        is_selected = getattr(result[0], "shape", ())[:1] == step.logits_at.shape
-        width_of(result, (step.logits_at if is_selected else tokens).shape[0], 1)
-        logits, cache = result
-        return logits if is_selected else logits[step.logits_at], cache
+        width_of(result, *(tokens.shape if logits_at is None else (logits_at.size, 1)))
+        return result
 
     def process(self, params: Any, state: EngineState, logits: jax.Array) -> jax.Array:
         """Processes the logits f32[max_seqs, vocab] of the rows."""
@@ -226,7 +227,7 @@ def _publish(state: EngineState, is_good: jax.Array) -> EngineState:
 
 def take_step(model: Model, params: Any, state: EngineState, options: Options) -> EngineState:
     """Makes one step: every running row computes its next token, or a part of its prompt."""
-    take = _step_in_one_call if can_join(state.cache.config) else _step_in_two_calls
+    take = _step_in_one_call if can_join(state.cache.config, model.forward) else _step_in_two_calls
     return take(model, params, state, options)
 
 
@@ -293,10 +294,11 @@ def _compute_all(model: Model, params: Any, prompts: Prompts, options: Options, 
     state, tokens, step = reserve_next(state, is_stalled, options)
     of_prompts = plan_attention(state.cache, prompts.step)
     joined = join(state.cache, of_prompts, step)
-    if options.prompt_logprobs:
-        joined = dataclasses.replace(joined, logits_at=None)
+    logits_at = jnp.arange(prompts.tokens.size, joined.positions.size, dtype=jnp.int32)
     all_tokens = jnp.concatenate([x.reshape(-1, 1) for x in (prompts.tokens, tokens)])
-    logits, cache = model.call(params, state, all_tokens, state.cache, joined)
+    logits, cache = model.call(
+        params, state, all_tokens, state.cache, joined, None if options.prompt_logprobs else logits_at
+    )
     state = dataclasses.replace(state, cache=cache)
     if options.prompt_logprobs:
         before, logits = jnp.split(logits, [prompts.tokens.size])

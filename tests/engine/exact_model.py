@@ -45,7 +45,7 @@ def _logits(sums, tokens, positions, counts):
     return jnp.where(is_nan[..., None], jnp.nan, logits)
 
 
-def forward(params, tokens, cache, step):
+def forward(params, tokens, cache, step, logits_at=None):
     """The model on a cache of one layer, or of two, of which the second has a window."""
     values = _values(tokens + params["shift"], step.positions)[..., None, :]
     nothing = jnp.zeros_like(values)
@@ -56,14 +56,15 @@ def forward(params, tokens, cache, step):
         seen = length if layer == 0 else jnp.minimum(length, WINDOW)
         sums.append(jnp.round(out[..., 0, :] * seen))
     sums = jnp.stack([sums[0], sums[-1]], axis=-2)
-    return _logits(sums, tokens, step.positions, params["counts"]), cache
+    logits = _logits(sums, tokens, step.positions, params["counts"])
+    return kv.decoding.for_logits(logits, logits_at), cache
 
 
-def forward_of_halves(params, tokens, cache, step):
+def forward_of_halves(params, tokens, cache, step, logits_at=None):
     """The exact model, whose one layer has as many heads; each device's heads attend, and are the same."""
     num_heads = cache.pools[0].k.shape[1]
     assert num_heads == 2 // 2, "a device sees its own heads"
-    logits, cache = forward(params, tokens, cache, step)
+    logits, cache = forward(params, tokens, cache, step, logits_at)
     # What only the second device has: half of the logits.
     mine = jax.lax.axis_index("heads") == jnp.arange(logits.shape[-1])[None, None] % 2
     return jax.lax.psum(jnp.where(mine, logits, 0), "heads"), cache

@@ -18,17 +18,16 @@ COUNT = kv.engine.Counter
 calls = []
 
 
-def selecting_forward(params, tokens, cache, step):
-    """The exact model, which counts its calls and gives logits of the tokens that are asked for alone."""
+def counted_forward(params, tokens, cache, step, logits_at=None):
+    """The exact model, which counts its calls."""
     jax.debug.callback(lambda: calls.append(tokens.shape))
-    logits, cache = forward(params, tokens, cache, step)
-    return kv.decoding.for_logits(logits, step), cache
+    return forward(params, tokens, cache, step, logits_at)
 
 
 @pytest.fixture(scope="module")
 def engine():
     return kv.Engine(
-        selecting_forward,
+        counted_forward,
         make_params(),
         config(num_blocks=14),
         token_budget=12,
@@ -57,7 +56,7 @@ def test_a_step_calls_the_model_once(engine, seed):
 
 
 def test_a_model_of_another_width_is_refused():
-    def wrong(params, tokens, cache, step):
+    def wrong(params, tokens, cache, step, logits_at=None):
         logits, cache = forward(params, tokens, cache, step)
         return logits[: max(1, tokens.shape[0] - 1)], cache
 
@@ -66,8 +65,14 @@ def test_a_model_of_another_width_is_refused():
         engine.compile()
 
 
-def test_windows_and_states_take_two_calls():
-    assert can_join(config()) and not can_join(config(num_layers=2))
+def test_windows_and_models_that_do_not_ask_take_two_calls():
+    """A model that reads the cache by itself would not see what its own call stores."""
+
+    def own_attention(params, tokens, cache, step):
+        return forward(params, tokens, cache, step)
+
+    assert can_join(config(), forward) and can_join(config(), kv.decoding.PreparedForward(forward, tuple))
+    assert not can_join(config(num_layers=2), forward) and not can_join(config(), own_attention)
 
 
 @functools.partial(jax.jit, static_argnames="is_joined")
