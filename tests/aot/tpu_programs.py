@@ -70,7 +70,7 @@ MOVES = TpuCost(11 * 2**20, 70_000_000)  # tokens of rows, one layer after the o
 REWRITE = TpuCost(9 * 2**20, 8_000_000)  # `extend` copies one block of a row, it any number
 ATTENTION = TpuCost(6 * 2**20, 100_000_000)
 STEP = TpuCost(16 * 2**20, 100_000_000)
-ENGINE = TpuCost(26 * 2**20, 100_000_000)
+ENGINE = TpuCost(28 * 2**20, 100_000_000)  # with the model twice: on prompts and next tokens, on these alone
 HOST = TpuCost(45 * 2**20, 60_000_000)  # eviction and the index of both tiers
 """Arrays of a few columns take a tile of 128 lanes, so that temporaries are larger than on a GPU."""
 
