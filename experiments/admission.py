@@ -1,10 +1,9 @@
 """Question: what does a step of the engine cost that admits requests, without a model?
 
 Command: python -m experiments.admission [--requests N] [--turns N] [--json]
-Machine: 2 virtual cores of an Intel Xeon; jax 0.12.0.1
-Answer:  163 and 268 us by fcfs with rows of 512 and 8,192 tokens, 161 and 281 by longest prefix, with 1.82
-  admissions, other work beside it; an earlier engine in the same turns 307, 481, 359 and 558, of which a part
-  were requests that this command made again at each push. All four bars are missed.
+Machine: 2 cores of an AMD EPYC; jax 0.12.0.1
+Answer:  126 and 218 us by fcfs with rows of 512 and 8,192 tokens, 150 and 223 by longest prefix, with 1.82
+  admissions. All four bars are missed, those of longest prefix by 7% and 1%.
 
 Requests of 20 random tokens and 4 new ones keep 8 rows busy, so that a row ends and a request is admitted in
 nearly every step. The model's logits are zeros, and a key and a value are one number each: what is timed is
