@@ -3,7 +3,7 @@
 Command: python -m experiments.admission [--requests N] [--turns N] [--json]
 Machine: 2 cores of an AMD EPYC; jax 0.12.0.1
 Answer:  126 and 218 us by fcfs with rows of 512 and 8,192 tokens, 150 and 223 by longest prefix, with 1.82
-  admissions. All four bars are missed, those of longest prefix by 7% and 1%.
+  admissions. All four bars are missed, the two of longest prefix by 7% and 1%.
 
 Requests of 20 random tokens and 4 new ones keep 8 rows busy, so that a row ends and a request is admitted in
 nearly every step. The model's logits are zeros, and a key and a value are one number each: what is timed is

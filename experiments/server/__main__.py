@@ -162,7 +162,7 @@ def load_tokenizer(options: argparse.Namespace) -> Any:
 
 
 def make_engine(options: argparse.Namespace) -> kv.Engine:
-    """Loads the model, and compiles the engine for it; errors are those of `make_service`."""
+    """Loads the model, and compiles the engine for it; raises as `make_service` does."""
     from models import checkpoint
     from models import decoder as models
 

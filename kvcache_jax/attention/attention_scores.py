@@ -74,6 +74,11 @@ def attention_scores(
       [[0.25, 0.25, 0.25, 0.25, 0.0]]
     """
     group_id, index, pool = arguments.located(cache, layer, step)
+    if step.parts:
+        raise ValueError(
+            "attention_scores got a step of several parts, in which an engine joins prompts and next tokens, "
+            "expected one by itself: give the model no parameter logits_at"
+        )
     group, plan = cache.config.groups[group_id], step.plans[group_id]
     if step.cu_query_lens is not None:
         raise ValueError("attention_scores got a packed step, expected a padded one: extend(max_new=...)")

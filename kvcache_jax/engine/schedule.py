@@ -5,7 +5,7 @@ come first: every running row computes one in every step, whatever it has left t
 goes to the prompts of running rows, the best row first, and then to the prompts just admitted. The last token
 of a prompt is always such a next token, so that tokens are drawn in one place, and prompts are computed
 without logits that no row needs. With recurrent layers the other ones never are: a row whose prompt is not
-computed yet gets pieces alone, which end where those of every other row do; see `CacheConfig.piece_len`.
+computed yet gets pieces alone, which end where the pieces of every other row do; see `CacheConfig.piece_len`.
 
 Progress. There is a request of which every step computes a token, as long as one waits or runs:
 

@@ -7,7 +7,7 @@
 Needs the CUDA plugin's wheels, see `make .venv-aot`; `emulator/` says what is looked at. Each shape runs in
 two models: copies and products land at once, or only when they are waited for. Exit status 1 if a result is
 wrong in one of them, if an access may go wrong on a GPU, or if a kernel waits for what never comes. Without
-`--seed` the random shapes are those of the commit.
+`--seed` the commit chooses the random shapes.
 """
 
 import argparse

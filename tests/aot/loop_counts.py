@@ -98,7 +98,7 @@ def compiled_counts(hlo: str, is_loop: bool = False, is_ordinary: bool = False) 
 def step_counts(hlo: str, taken: str = NEXT_TOKENS) -> LoopCounts:
     """Counts one trip of the program's outer loop of unknown trips that moves most bytes.
 
-    Loops of unknown trips within it make none, as in an ordinary step, but for those of the scope `taken`.
+    Loops of unknown trips within it make none, as in an ordinary step, but for loops of the scope `taken`.
     """
     program = parse_hlo(hlo)
     loops = [each for each in program.computations[program.entry].values() if each.opcode == "while"]

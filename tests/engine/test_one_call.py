@@ -114,4 +114,6 @@ def test_attention_of_parts_is_as_by_themselves():
         joined, apart = (_attended(cache, steps, arrays, is_joined=each) for each in (True, False))
         for found, expected in zip(joined, apart, strict=True):
             np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="scores got a step of several parts, .* no parameter logits_at"):
+        kv.attention_scores(cache, 0, arrays[0][1], join(cache, *steps))
     assert np.isneginf(joined[1][:3]).all() and np.isfinite(joined[1][3:5]).all()
