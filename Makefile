@@ -196,7 +196,8 @@ distclean: clean
 
 .venv-integrations/.made: .venv/.made
 	@$(call make_venv_on,.venv-integrations,.venv)
-	$(PY) -m pip --python $(PY_INTEGRATIONS) $(PIP_INSTALL) ai-dynamo-runtime openai lm-eval==0.4.13 google-tunix==0.1.7
+	$(PY) -m pip --python $(PY_INTEGRATIONS) $(PIP_INSTALL) ai-dynamo-runtime openai lm-eval==0.4.13 google-tunix==0.1.7 \
+		$(if $(BROWSER),,playwright)
 	@touch $@
 
 .venv-fleet/.made: .venv/.made

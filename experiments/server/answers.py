@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import kvcache_jax as kv
-from experiments.server.tokens import QuietTokenizer
+from experiments.server.tokens import ContinuingTokenizer, QuietTokenizer
 from models.tokenizer import TextStream
 
 
@@ -85,14 +85,18 @@ class Form:
       model: Its name.
       tokenizer: Gives tokens their texts.
       wants_logprobs: Whether they are told.
+
+    Attributes:
+      tokenizer: Decodes answers: of a completion as what follows its prompt, of a chat as texts of their own.
     """
 
     prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
+    _decoder = ContinuingTokenizer
 
     def __init__(self, model: str, tokenizer: QuietTokenizer, wants_logprobs: bool):
         self.id = f"{self.prefix}-{secrets.token_hex(12)}"
         self._model, self._created = model, int(time.time())
-        self._tokenizer, self._wants_logprobs = tokenizer, wants_logprobs
+        self.tokenizer, self._wants_logprobs = self._decoder(tokenizer.inner), wants_logprobs
 
     def answer(self, pieces: Sequence[Sequence[Piece]], usage: Usage) -> dict[str, Any]:
         """Makes a whole answer of the pieces of each choice."""
@@ -131,7 +135,7 @@ class Form:
         return {"text": text}
 
     def _logprobs(self, piece: Piece) -> dict[str, Any]:
-        name = self._tokenizer.name
+        name = self.tokenizer.name
         return {
             "tokens": [name(token)[0] for token in piece.tokens],
             "token_logprobs": piece.logprobs,
@@ -144,6 +148,7 @@ class ChatForm(Form):
     """Answers of /v1/chat/completions."""
 
     prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    _decoder = QuietTokenizer
 
     def _said(self, text: str, is_whole: bool, is_first: bool) -> dict[str, Any]:
         said = {"content": text} | ({"role": "assistant"} if is_whole or is_first else {})
@@ -151,7 +156,7 @@ class ChatForm(Form):
 
     def _logprobs(self, piece: Piece) -> dict[str, Any]:
         def entry(token: int, logprob: float) -> dict[str, Any]:
-            text, data = self._tokenizer.name(token)
+            text, data = self.tokenizer.name(token)
             return {"token": text, "logprob": logprob, "bytes": data}
 
         entries = zip(piece.tokens, piece.logprobs, piece.top_logprobs, strict=True)

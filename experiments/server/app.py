@@ -94,7 +94,7 @@ class Service:
             namespace=kv.namespace(tenant=options.cache_salt) if options.cache_salt else None,
             num_samples=options.n,
             num_top_logprobs=options.num_logprobs or 0,
-            stop_strings=kv.engine.StopStrings(options.stop, self.tokenizer.decode) if options.stop else None,
+            stop_strings=kv.engine.StopStrings(options.stop, form.tokenizer.decode) if options.stop else None,
         )
         return [
             kv.GenerationRequest(prompt, self._room(prompt, max_tokens, name), id=f"{form.id}-{i}", **shared)
@@ -129,7 +129,7 @@ class Answer(Response):
         self._service, self._channel, self._form, self._options = service, channel, form, options
         n = options.n
         self._first = {request.id: i * n for i, request in enumerate(channel.requests)}
-        self._choices = [Choice(i, service.tokenizer) for i in range(n * len(channel.requests))]
+        self._choices = [Choice(i, form.tokenizer) for i in range(n * len(channel.requests))]
         self._usage = Usage(sum(len(request.prompt) for request in channel.requests))
         self.background = None
 

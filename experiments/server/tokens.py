@@ -58,3 +58,10 @@ class QuietTokenizer:
     def _piece(self, token: int) -> str:
         """Returns what the vocabulary calls a token; "" of one that it does not have."""
         return (isinstance(self.inner, FileTokenizer) and self.inner.inner.id_to_token(token)) or ""
+
+
+class ContinuingTokenizer(QuietTokenizer):
+    """A tokenizer whose texts follow a prompt's: decoders that drop a text's first space keep it here."""
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return super().decode([*self._before, *tokens]).removeprefix(self._text_before)

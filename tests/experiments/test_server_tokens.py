@@ -12,7 +12,7 @@ from tests.support.trained_tokenizer import TEXT, byte_fallback_bpe, byte_level_
 for package in ("fastapi", "jinja2", "uvicorn"):
     pytest.importorskip(package)
 
-from experiments.server.answers import Choice  # noqa: E402
+from experiments.server.answers import ChatForm, Choice, Form  # noqa: E402
 from experiments.server.tokens import BYTE_OF, QuietTokenizer  # noqa: E402
 
 
@@ -102,6 +102,18 @@ def test_texts_and_places_are_those_of_all_tokens_decoded(tokenizer, data):
     complete = [len(tokenizer.decode(tokens[:i]).rstrip("\ufffd")) for i in range(len(tokens))]
     places = [max(complete[: i + 1]) for i in range(len(tokens))]
     assert sum((piece.offsets for piece in pieces), []) == places
+
+
+@pytest.mark.parametrize("form, first", [(Form, " b"), (ChatForm, "b")])
+def test_a_completion_goes_on_its_prompt_and_a_chat_is_a_text_of_its_own(tokenizer, form, first):
+    prompt, both = (tokenizer.encode(text, is_whole=True) for text in ("a", "a b é"))
+    assert both[: len(prompt)] == prompt
+    form = form("name", tokenizer, False)
+    choice = Choice(0, form.tokenizer)
+    answer = both[len(prompt) :]
+    text = "".join(choice.add(event([token], i == len(answer) - 1)).text for i, token in enumerate(answer))
+    assert text == form.tokenizer.decode(answer)
+    assert text == (first if is_fallback(tokenizer) else " b") + " é"
 
 
 def test_a_text_that_the_engine_cut_stays_so(tokenizer):

@@ -1,19 +1,17 @@
 """Asks the server as the official `openai` client does, and reads its page in a browser.
 
-    python -m tests.integrations.server                # needs Chromium
+    python -m tests.integrations.server                # needs Chromium, and playwright to drive it
     python -m tests.integrations.server --no-browser
 
 Needs `openai` in an environment of its own: `make integrations`.
 """
 
 import argparse
-import html
 import re
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.request
 
@@ -132,19 +130,38 @@ def ask(url: str) -> None:
 
 
 def look(url: str, browser: str) -> None:
-    """Compares what the page says with the metrics."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [browser, "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}"]
-        command += ["--virtual-time-budget=3000", "--dump-dom", f"{url}/"]
-        page = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=True).stdout
-    said = {html.unescape(name): text for name, text in re.findall(r'<dd data-name="([^"]*)">([^<]*)<', page)}
-    expected = metrics(url)
-    found = {name: float(said[name].replace(",", "")) for name in FIGURES}
-    assert found == {name: expected[metric] for name, metric in FIGURES.items()}, (said, expected)
-    assert expected["vllm:prefix_cache_hits_total"] > 0 and expected["vllm:generation_tokens_total"] > 100
-    num_cached = len(re.findall(r'<i class="cached" title="block', page))
-    assert num_cached > 0 and 'role="alert"></p>' in page, "no block is shown, or some trouble"
-    print(f"the page in {browser}: {found}, {num_cached} cached blocks")
+    """Compares what the page says with the metrics, and asks by its form."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        page = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox"]).new_page()
+        page.set_default_timeout(1000 * DEADLINE)
+        page.goto(url)
+        page.wait_for_selector("dd[data-name=running]")
+        expected = metrics(url)
+        names = [page.locator(f"dd[data-name='{name}']").inner_text() for name in FIGURES]
+        found = dict(zip(FIGURES, (float(text.replace(",", "")) for text in names), strict=True))
+        assert found == {name: expected[metric] for name, metric in FIGURES.items()}, expected
+        assert expected["vllm:prefix_cache_hits_total"] > 0 and expected["vllm:generation_tokens_total"] > 100
+        num_cached = page.locator("i.cached[title]").count()
+        assert num_cached > 0 and page.locator("[role=alert]").inner_text() == ""
+        print(f"the page in {browser}: {found}, {num_cached} cached blocks")
+
+        page.fill("#prompt", PROMPT)
+        page.fill("#tokens", "200")
+        page.click("button")
+        page.wait_for_selector("i.shared[title]")
+        page.wait_for_selector("#answers p:has-text('generated')")
+        said, texts = page.inner_text("#answers p"), page.locator("#answers output").all_inner_texts()
+        assert re.match(rf"{len(PROMPT)} tokens of the prompt, \d\d+ of them found; 400 generated$", said), (
+            said
+        )
+        assert len(texts) == 2 and all(texts) and texts[0] != texts[1], texts
+        wait_for(lambda: page.locator("dd[data-name=running]").inner_text() == "0", "row that is free")
+        page.fill("#tokens", "100000")
+        page.click("button")
+        page.wait_for_selector("#answers p:has-text('max_tokens is')")
+        print(f"its form: {said}; {page.inner_text('#answers p')!r}")
 
 
 def main(arguments: list[str] | None = None) -> int:
