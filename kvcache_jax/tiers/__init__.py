@@ -6,6 +6,7 @@ from kvcache_jax.tiers.attached_store import AttachedStore
 from kvcache_jax.tiers.block_store import BlockStore, MemoryStore
 from kvcache_jax.tiers.catalogue import StoreReport
 from kvcache_jax.tiers.directory_store import DirectoryStore
+from kvcache_jax.tiers.giver import Giver, Ticket
 from kvcache_jax.tiers.host import Host
 from kvcache_jax.tiers.host_operations import (
     HostStats,
@@ -17,6 +18,7 @@ from kvcache_jax.tiers.host_operations import (
 from kvcache_jax.tiers.load_blocks import load
 from kvcache_jax.tiers.save_blocks import save
 from kvcache_jax.tiers.stored_block import digest
+from kvcache_jax.tiers.take import PeerStore, take
 from kvcache_jax.tiers.tensor_store import TensorStore
 from kvcache_jax.tiers.valkey_store import ValkeyStore
 
@@ -25,11 +27,14 @@ __all__ = [
     "BlockContents",
     "BlockStore",
     "DirectoryStore",
+    "Giver",
     "Host",
     "HostStats",
     "MemoryStore",
+    "PeerStore",
     "StoreReport",
     "TensorStore",
+    "Ticket",
     "ValkeyStore",
     "break_even",
     "demote_to_utilization",
@@ -41,4 +46,5 @@ __all__ = [
     "load",
     "prefetch",
     "save",
+    "take",
 ]

@@ -9,7 +9,7 @@ import pytest
 import kvcache_jax as kv
 from kvcache_jax.engine import Attachment, Counter
 from tests.engine.exact_engine import ask, expect, make_engine
-from tests.engine.exact_model import check_idle, make_params, note, random_request
+from tests.engine.exact_model import check_idle, config, make_params, note, random_request
 from tests.tiers.lying_store import LyingStore
 
 
@@ -62,6 +62,25 @@ def test_a_new_engine_computes_what_a_warm_cache_would():
     expect(said, [ask(prompts[0], 5, "new")], shift=1)
     assert engine.metrics()["vllm:external_prefix_cache_hits"] == warm
     assert link.close()
+
+
+def test_one_engine_computes_prompts_and_another_one_goes_on():
+    prompts = [[i, *range(1, 14 - i)] for i in range(2)]
+    with kv.tiers.Giver(config(num_blocks=11), weights="w") as giver:
+        peers = kv.tiers.PeerStore(timeout=60.0)
+        link, tickets = linked(peers), [giver.offer(prompt) for prompt in prompts]
+        assert served(engine_of(giver), [ask(prompt, 1, i) for i, prompt in enumerate(prompts)]) == 0
+        for ticket in tickets:
+            peers.expect(ticket)
+            giver.finish(ticket)
+        engine = engine_of(link)
+        requests = [ask(prompt, 9, i, num_samples=2) for i, prompt in enumerate(prompts)]
+        assert served(engine, requests) >= 2 * 12
+        assert engine.metrics()["vllm:external_prefix_cache_hits"] == 2 * 12
+        assert link.close() and not link.report().reasons
+        peers.release()
+        assert giver.num_offers == 0
+        check_idle(engine)
 
 
 class Broken(kv.tiers.MemoryStore):

@@ -1,0 +1,303 @@
+"""Blocks that go from one cache to another under a lease: hits that are right, or misses in bounded time."""
+
+import collections
+import contextlib
+import dataclasses
+import http.client
+import json
+import socket
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import kvcache_jax as kv
+from kvcache_jax.tiers.stored_block import unpack
+from tests.support.helpers import leaf_bytes
+from tests.support.prefix_user import CONFIG, TENANT_A, PrefixUser
+
+WINDOWS = dataclasses.replace(
+    CONFIG, layers=[kv.SlidingWindow(1, 5, window=6, block_size=2, num_blocks=48), kv.FullAttention(1, 5)]
+)
+NUM_TOKENS = 17  # four blocks, and the token that the taker computes
+
+
+class Recorder(kv.tiers.Giver):
+    """A giver that notes what it was asked for, and may do something before it answers."""
+
+    def __init__(self, config=CONFIG, **options):
+        self.asked, self.before, self.after = collections.defaultdict(list), None, None
+        super().__init__(config, weights="w", **options)
+
+    def answer(self, epoch, number, what, keys):
+        self.asked[what].append(list(keys))
+        if self.before:
+            self.before(what)
+        status, parts = super().answer(epoch, number, what, keys)
+        return status, self.after(what, parts) if self.after else parts
+
+
+@pytest.fixture
+def giver():
+    with Recorder() as giver:
+        yield giver
+
+
+def offered(giver, text, config=CONFIG, namespace=None):
+    """A user whose row 0 has the text, and the ticket of it; nothing more of it comes."""
+    user, ticket = PrefixUser(config), giver.offer(text, namespace=namespace)
+    user.start(0, text, namespace)
+    giver.finish(ticket, user.cache)
+    return user, ticket
+
+
+def take(ticket, user, text, **options):
+    user.cache, report = kv.tiers.take(ticket, user.cache, text, **{"weights": "w"} | options)
+    user.check()
+    return report
+
+
+def text_of(start, length=NUM_TOKENS):
+    return PrefixUser.new_text(None, start, length)  # type: ignore
+
+
+@pytest.mark.parametrize("namespace", [None, TENANT_A], ids=["open", "tenant"])
+def test_a_prompt_is_found_as_if_it_had_been_computed_here(giver, namespace):
+    text = text_of(1)
+    before, ticket = offered(giver, text, namespace=namespace)
+    ticket = kv.tiers.Ticket(*json.loads(json.dumps(ticket)))
+    user = PrefixUser(CONFIG)
+    report = take(ticket, user, text, namespace=namespace)
+    assert report.num_loaded == 4 and not report.reasons
+    assert user.start(0, text, namespace) == 16
+    assert giver.num_offers == giver.num_bytes == 0  # the lease was given back
+    assert before.num_used() == 5
+
+
+def test_what_the_taker_has_does_not_travel(giver):
+    text = text_of(1)
+    _, ticket = offered(giver, text)
+    user = PrefixUser(CONFIG)
+    user.start(1, text[:9])
+    assert take(ticket, user, text).num_loaded == 2 and len(sum(giver.asked["get"], [])) == 2
+    assert user.start(0, text) == 16
+
+
+def test_blocks_travel_while_the_giver_computes_those_that_follow(giver):
+    """The giver goes on once the taker asked for what there was."""
+    text, source, has_read = text_of(1), PrefixUser(CONFIG), threading.Event()
+    ticket, user, reports = giver.offer(text), PrefixUser(CONFIG), []
+    giver.after = lambda what, parts: (what == "get" and has_read.set()) or parts
+    taker = threading.Thread(target=lambda: reports.append(take(ticket, user, text, timeout=60)))
+    taker.start()
+    source.admit(0, text)
+    try:
+        for end in (8, 12, 16):
+            source.append({0: text[len(source.texts[0]) : end]})
+            source.commit(0)
+            has_read.clear()
+            giver.look(source.cache)
+            assert has_read.wait(20)
+    finally:
+        giver.finish(ticket)
+        taker.join(60)
+    assert reports[0].num_loaded == 4 and not reports[0].reasons
+    assert [*map(len, giver.asked["get"])] == [2, 1, 1]
+    assert user.start(0, text) == 16
+
+
+@pytest.mark.slow
+def test_of_windows_the_tail_alone_travels():
+    text = text_of(1, 41)
+    with Recorder(WINDOWS) as giver:
+        source, ticket = offered(giver, text, WINDOWS)
+        assert int(np.asarray(source.cache.control.block_pools[0].cached.is_published).sum()) > 3
+        user = PrefixUser(WINDOWS)
+        assert take(ticket, user, text).num_loaded == 10 + 3  # a window of 6 sees 5 tokens before the next
+        assert user.start(0, text) == 40
+
+
+def test_offers_of_one_beginning_keep_it_once_and_hold_no_block(giver):
+    texts = [text_of(1), [*text_of(1)[:12], *text_of(2)[12:]]]
+    source, tickets = PrefixUser(CONFIG), [giver.offer(text) for text in texts]
+    for row, text in enumerate(texts):
+        source.start(row, text)
+    giver.look(source.cache)
+    size = giver.num_bytes
+    source.free(0, 1)
+    assert source.num_used() == 0
+    giver.finish(tickets[0])
+    giver.release(tickets[1])
+    giver.release(tickets[1])
+    assert 1.2 * giver.num_bytes < size < 1.3 * giver.num_bytes and giver.num_offers == 1  # 5 blocks, not 8
+    source.start(0, text_of(3, 40))
+    user = PrefixUser(CONFIG)
+    assert take(tickets[0], user, texts[0]).num_loaded == 4
+    assert take(tickets[1], user, texts[1]).reasons == {"LeaseEndedError": 1}
+
+
+def test_a_lease_that_ended_costs_other_offers_nothing(giver):
+    tickets = [offered(giver, text_of(start))[1] for start in (1, 2)]
+    with Recorder() as other:
+        peers = kv.tiers.PeerStore(*tickets, timeout=60)
+        giver.release(tickets[0])
+        keys = [[*giver._offers[tickets[1].number].names], ["0" * 64]]
+        assert [*map(peers.contains, keys)] == [[True] * 4, [False]]
+        giver.release(tickets[1])
+        peers.expect(offered(other, text_of(3))[1])
+        assert [peers.contains(each) for each in keys] == [[False] * 4, [False]]
+        num_asked = len(giver.asked["contains"])
+        assert peers.contains(keys[1]) == [False] and len(giver.asked["contains"]) == num_asked
+        peers.release()
+
+
+def test_an_offer_without_room_is_finished_short():
+    text = text_of(1)
+    with Recorder(max_bytes=2000) as giver:  # two blocks
+        ticket, user = giver.offer(text), PrefixUser(CONFIG)
+        source = PrefixUser(CONFIG)
+        source.start(0, text)
+        giver.look(source.cache)
+        report = take(ticket, user, text)
+        assert report.num_loaded == 2 and not report.reasons and giver.num_dropped == 2
+        assert user.start(0, text) == 8
+
+
+# --- leases, and givers that fail ---
+
+
+def seconds_of(function):
+    start = time.monotonic()
+    return function(), time.monotonic() - start
+
+
+def test_a_lease_ends_by_itself():
+    with Recorder(lease=0.2) as giver:
+        _, ticket = offered(giver, text_of(1))
+        end = time.monotonic() + 10
+        while giver.num_offers:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        assert giver.num_bytes == 0
+        assert take(ticket, PrefixUser(CONFIG), text_of(1)).reasons == {"LeaseEndedError": 1}
+
+
+def test_a_lease_that_ends_while_the_taker_reads_is_a_miss(giver):
+    _, ticket = offered(giver, text_of(1))
+    giver.before = lambda what: giver.release(ticket) if what == "get" else None
+    user = PrefixUser(CONFIG)
+    before = leaf_bytes(user.cache)
+    assert take(ticket, user, text_of(1)).reasons["LeaseEndedError"] == 4
+    assert leaf_bytes(user.cache) == before
+
+
+@pytest.mark.parametrize("field, value", [("number", 7), ("epoch", "0" * 32)])
+def test_a_ticket_of_no_offer_is_a_miss(giver, field, value):
+    _, ticket = offered(giver, text_of(1))
+    user = PrefixUser(CONFIG)
+    assert take(ticket._replace(**{field: value}), user, text_of(1)).reasons == {"LeaseEndedError": 1}
+    assert giver.num_offers == 1
+
+
+@pytest.mark.parametrize("how", ["gone", "silent", "trickling"])
+def test_a_giver_that_fails_is_a_miss_in_bounded_time(giver, how):
+    _, ticket = offered(giver, text_of(1))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        if how == "gone":
+            server.close()
+
+        def trickle():
+            taker, _ = server.accept()
+            with taker:
+                taker.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
+                while True:
+                    time.sleep(0.05)
+                    try:
+                        taker.sendall(b" ")
+                    except OSError:
+                        return
+
+        if how == "trickling":
+            threading.Thread(target=trickle, daemon=True).start()
+        user = PrefixUser(CONFIG)
+        report, seconds = seconds_of(lambda: take(ticket._replace(port=port), user, text_of(1), timeout=0.5))
+    assert report.reasons == {"ConnectionRefusedError" if how == "gone" else "TimeoutError": 1}
+    assert seconds < 5
+
+
+def test_a_giver_that_never_finishes_is_waited_for_no_longer_than_told(giver):
+    text, source = text_of(1), PrefixUser(CONFIG)
+    ticket, user = giver.offer(text), PrefixUser(CONFIG)
+    source.start(0, text[:9])
+    giver.look(source.cache)
+    report, seconds = seconds_of(lambda: take(ticket, user, text, timeout=0.5))
+    assert report.num_loaded == 2 and report.reasons == {"TimeoutError": 1} and seconds < 5
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        (lambda data: data[:-1] + bytes([data[-1] ^ 1]), "wrong checksum"),
+        (lambda data: data[:-5], "another length"),
+    ],
+    ids=["flipped", "short"],
+)
+def test_what_a_giver_says_is_verified(giver, change, reason):
+    """The first block is spoilt, and those after it are dropped."""
+    _, ticket = offered(giver, text_of(1))
+    offer = giver._offers[ticket.number]
+    first = min(offer.values, key=lambda key: unpack(offer.values[key])[0]["parent"] != "")
+    offer.values[first] = change(offer.values[first])
+    user = PrefixUser(CONFIG)
+    report = take(ticket, user, text_of(1))
+    assert report.num_loaded == 0 and any(reason in each for each in report.reasons), report
+    assert user.start(0, text_of(1)) == 0
+
+
+# --- other configs, and bad input ---
+
+
+def test_a_taker_of_another_kind_is_refused(giver):
+    _, ticket = offered(giver, text_of(1))
+    other = kv.init(dataclasses.replace(CONFIG, dtype=np.float16))
+    with pytest.raises(ValueError, match="offer is of config .*, expected .* as here: take from a giver of"):
+        kv.tiers.take(ticket, other, text_of(1), weights="w")
+    with pytest.raises(ValueError, match="offer is of weights w, expected x as here"):
+        take(ticket, PrefixUser(CONFIG), text_of(1), weights="x")
+
+
+def test_a_giver_refuses_what_it_cannot_do(giver):
+    for options, says in (
+        (dict(lease=0), "lease is 0, expected a positive number"),
+        (dict(max_bytes=0), "max_bytes is 0, expected a positive int"),
+        (dict(weights=""), "weights is '', expected a digest"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=says):
+            kv.tiers.Giver(CONFIG, **{"weights": "w"} | options)
+    with pytest.raises(OSError, match="cannot be bound .*, expected a free address"):
+        kv.tiers.Giver(CONFIG, weights="w", port=giver.address[1])
+    with pytest.raises(TypeError, match="prompt"):
+        giver.offer(["a"])
+
+
+@pytest.mark.parametrize(
+    "path, body, status",
+    [
+        ("/", b"[]", 400),
+        ("/a/0/get", b"[", 400),
+        ("/a/0/get", b"[1]", 400),
+        ("/a/0/get", b"[]", 410),
+        ("/{epoch}/x/get", b"[]", 410),
+        ("/{epoch}/0/look", b"[]", 404),
+    ],
+)
+def test_a_stranger_is_answered_and_harms_none(giver, path, body, status):
+    user, ticket = PrefixUser(CONFIG), giver.offer(text_of(1))
+    with contextlib.closing(http.client.HTTPConnection(*giver.address, timeout=10)) as connection:
+        connection.request("POST", path.format(epoch=ticket.epoch), body)
+        assert connection.getresponse().status == status
+    user.start(0, text_of(1))
+    giver.finish(ticket, user.cache)
+    assert take(ticket, PrefixUser(CONFIG), text_of(1)).num_loaded == 4
