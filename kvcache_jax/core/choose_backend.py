@@ -29,6 +29,11 @@ def choose(
             f"implementation {name!r} is asked for and rows may hide tokens, expected 'xla' or None, or a "
             "cache without such extras: kernels do not know tokens that are hidden"
         )
+    if config.context_axis is not None and name not in (None, XLA):
+        raise NotImplementedError(
+            f"implementation {name!r} is asked for and context_axis is {config.context_axis!r}, expected "
+            "'xla' or None: kernels read whole blocks, and a device has a part of each"
+        )
     if name is None:
         fits = (each for each in _proven(config) if not _why_not(each, pool, group, group_size))
         return next(fits, get_backend(XLA))
@@ -59,7 +64,12 @@ def _of_environment() -> str | None:
 
 def _proven(config: CacheConfig) -> list[Backend]:
     """Lists what None may pick: a verdict is of one device, and XLA splits no kernel over several."""
-    if config.hides_tokens or jax.device_count() > 1 or not jax.sharding.get_abstract_mesh().empty:
+    if (
+        config.hides_tokens
+        or config.context_axis
+        or jax.device_count() > 1
+        or not jax.sharding.get_abstract_mesh().empty
+    ):
         return []
     device = target_device()
     # Attention alone: it is what kernels are for, and XLA moves blocks wherever the program comes to run.
