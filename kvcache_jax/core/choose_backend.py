@@ -64,12 +64,7 @@ def _of_environment() -> str | None:
 
 def _proven(config: CacheConfig) -> list[Backend]:
     """Lists what None may pick: a verdict is of one device, and XLA splits no kernel over several."""
-    if (
-        config.hides_tokens
-        or config.context_axis
-        or jax.device_count() > 1
-        or not jax.sharding.get_abstract_mesh().empty
-    ):
+    if config.hides_tokens or jax.device_count() > 1 or not jax.sharding.get_abstract_mesh().empty:
         return []
     device = target_device()
     # Attention alone: it is what kernels are for, and XLA moves blocks wherever the program comes to run.

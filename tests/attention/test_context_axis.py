@@ -175,39 +175,52 @@ def test_gradients():
     assert all(abs(x).max() > 0 for x in jax.tree.leaves(want))
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_inside_shard_map_over_the_axis(check_vma, whole):
-    """Each device has its part of the pools; what looks at places within blocks is refused by name."""
+def on_parts(function, config, results, num_more=0, **options):
+    """Maps `function` over the devices: of the pools each has its part, of all else the whole."""
     mesh = make_mesh(context=2)
     with jax.set_mesh(mesh):
-        cache = kv.init(SPLIT)
+        cache = kv.init(config)
     specs = jax.tree.map(lambda _: P(), cache)
     specs = dataclasses.replace(specs, pools=jax.tree.map(lambda _: P(None, None, "context"), cache.pools))
+    in_specs, out_specs = (specs, *[P()] * num_more), (specs, *[P()] * results) if results else P()
+    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options), cache
 
-    def mapped(function, in_specs, out_specs):
-        options = dict(mesh=mesh, check_vma=check_vma)
-        return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, **options)
 
-    step_fn = kv.donate(mapped(forward, (specs, *[P()] * 4), (specs, P(), P())))
-    assert_is(whole, *run(step_fn, cache))
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_inside_shard_map_over_the_axis(check_vma, whole):
+    step_fn, cache = on_parts(forward, SPLIT, 2, 4, check_vma=check_vma)
+    assert_is(whole, *run(kv.donate(step_fn), cache))
 
-    def sums(cache, q, k, v, num_new):
-        return jax.grad(lambda q: forward(cache, q, k, v, num_new)[1][0][0].sum())(q)
 
-    def scores(cache, q, k, v, num_new):
-        cache, step = kv.extend(cache, num_new, max_new=WIDTH)
-        return kv.attention_scores(cache, 0, q[0], step)
+Q = make_inputs()[0][0]
 
-    with jax.set_mesh(mesh):
-        cache = kv.init(SPLIT)
-    for what, function in {
-        "a gradient": lambda cache: sums(cache, *make_inputs(), jnp.zeros(4, jnp.int32)),
-        "gather": lambda cache: kv.gather(cache, 0, 0)[0],
-        "scrub": lambda cache: kv.scrub(cache, [0])[1],
-        "attention_scores": lambda cache: scores(cache, *make_inputs(), jnp.zeros(4, jnp.int32)),
-    }.items():
-        with pytest.raises(NotImplementedError, match=f"^{what} got 4 of the 8 tokens of a block, one dev"):
-            jax.eval_shape(mapped(function, (specs,), P()), cache)
+
+SCORES = np.zeros((1, CONFIG.max_seq_len), np.float32)
+
+
+def attend(cache, q, function=kv.attend):
+    cache, step = kv.extend(cache, np.zeros(4, np.int32), max_new=WIDTH)
+    return function(cache, 0, q, step)
+
+
+@pytest.mark.parametrize(
+    ("what", "function"),
+    [
+        ("a gradient", lambda cache: jax.grad(lambda q: attend(cache, q)[1].sum())(Q)),
+        ("gather", lambda cache: kv.gather(cache, 0, 0)[0]),
+        ("scrub", lambda cache: kv.scrub(cache, [0])[1]),
+        ("attention_scores", lambda cache: attend(cache, Q, kv.attention_scores)),
+        ("an operation that moves tokens", lambda cache: kv.compression.compress(cache, [0], SCORES, [1])[1]),
+    ],
+    ids=lambda what: what if isinstance(what, str) else "",
+)  # fmt: skip
+def test_places_within_blocks_have_no_meaning_on_one_device(what, function):
+    layers, extras = [kv.FullAttention(HEADS, DIM)], [kv.compression.Dropping()]
+    mapped, cache = on_parts(function, dataclasses.replace(SPLIT, layers=layers, extras=extras), 0)
+    with pytest.raises(
+        NotImplementedError, match=f"^{what} got 4 of the 8 tokens of a block, one device's run"
+    ):
+        jax.eval_shape(mapped, cache)
 
 
 @pytest.mark.slow
