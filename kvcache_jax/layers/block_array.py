@@ -14,7 +14,7 @@ class BlockArray(NamedTuple):
       shape: Of one block of one layer.
       dtype: Any dtype of jax.
       head_axis: The axis of key/value heads, over which a mesh may split the array; None for none.
-      token_axis: The axis of the block's tokens, over which a mesh may split the array too; None for one entry
+      token_axis: The axis of the block's tokens, over which a mesh may split it too; None for one entry
         of all tokens up to the block's end.
     """
 
