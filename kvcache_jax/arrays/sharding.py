@@ -1,8 +1,8 @@
-"""Arrays over a mesh: heads that are split, and arrays that differ between devices inside `jax.shard_map`.
+"""Arrays over a mesh: heads or tokens that are split, and arrays that differ inside `jax.shard_map`.
 
 XLA cannot split a kernel by itself and would gather the pool, so `over_heads` has each device work on its own
 heads. The axis that splits them is known from the pool's type where mesh axes are explicit, and else from
-`CacheConfig.head_axis`.
+`CacheConfig.head_axis`. `over_tokens` has each device work on its own tokens of blocks.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +28,31 @@ def over_heads(
     """
     if axis is None:
         return function
+    # All axes that the caller does not map over: kernels for TPUs take no mesh that XLA splits by itself.
+    mesh = jax.sharding.get_abstract_mesh()
+    return _mapped(function, axis, inputs, outputs, set(mesh.axis_names) - set(mesh.manual_axes))
+
+
+def over_tokens(
+    function: Callable[..., Any],
+    axis: str | None,
+    inputs: Sequence[Any],
+    outputs: Any,
+) -> Callable[..., Any]:
+    """Maps `function` over the devices' own tokens of blocks, split by `axis`; positions as in `over_heads`.
+
+    None, and an axis that the caller maps over, leave the function as it is. XLA goes on to split other axes.
+    """
+    if axis is None or axis in jax.sharding.get_abstract_mesh().manual_axes:
+        return function
+    check_in_mesh("context_axis", axis)
+    return _mapped(function, axis, inputs, outputs, {axis})
+
+
+def _mapped(
+    function: Callable[..., Any], axis: str, inputs: Sequence[Any], outputs: Any, axes: set[str]
+) -> Callable[..., Any]:
+    """Maps over `axes` a function of arrays that `axis` splits."""
 
     def spec(position: int | None) -> PartitionSpec:
         return PartitionSpec() if position is None else PartitionSpec(*[None] * position, axis)
@@ -35,9 +60,6 @@ def over_heads(
     def specs(positions: Any) -> Any:
         return jax.tree.map(spec, positions, is_leaf=lambda position: position is None)
 
-    # All axes that the caller does not map over: kernels for TPUs take no mesh that XLA splits by itself.
-    mesh = jax.sharding.get_abstract_mesh()
-    axes = set(mesh.axis_names) - set(mesh.manual_axes)
     in_specs = tuple(map(specs, inputs))
     out_specs = tuple(map(specs, outputs)) if isinstance(outputs, tuple) else specs(outputs)
     return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False)
@@ -52,7 +74,7 @@ def axis_to_map(type_axis: str | None, head_axis: str | None) -> str | None:
     axis = type_axis or head_axis
     if axis is None or axis in mesh.manual_axes:
         return None
-    check_in_mesh(axis)
+    check_in_mesh("head_axis", axis)
     return axis
 
 
@@ -108,12 +130,12 @@ def check_split(name: str, values: jax.Array, axis: str | None) -> None:
         )
 
 
-def check_in_mesh(axis: str) -> None:
-    """Raises unless the current mesh has the axis."""
+def check_in_mesh(name: str, axis: str) -> None:
+    """Raises unless the current mesh has the axis, an option of the `name`."""
     mesh = jax.sharding.get_abstract_mesh()
     if axis not in mesh.axis_names:
         raise ValueError(
-            f"head_axis is {axis!r} and the current mesh has the axes {mesh.axis_names}, expected it among "
+            f"{name} is {axis!r} and the current mesh has the axes {mesh.axis_names}, expected it among "
             "them: run inside `with jax.set_mesh(mesh)`"
         )
 

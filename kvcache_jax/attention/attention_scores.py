@@ -15,6 +15,7 @@ from kvcache_jax.arrays.masked_updates import get_at
 from kvcache_jax.arrays.number_checks import static_count
 from kvcache_jax.arrays.sharding import as_varied
 from kvcache_jax.attention.tiles import MASKED, by_head, by_query, scaled_logits, tiles
+from kvcache_jax.blocks.split_blocks import require_whole
 from kvcache_jax.blocks.storage import keys_values_of, keys_values_shapes
 from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import Layer
@@ -80,6 +81,7 @@ def attention_scores(
             "expected one by itself: give the model no parameter logits_at"
         )
     group, plan = cache.config.groups[group_id], step.plans[group_id]
+    require_whole("attention_scores", pool, group)
     if step.cu_query_lens is not None:
         raise ValueError("attention_scores got a packed step, expected a padded one: extend(max_new=...)")
     weights = jax.tree.map(jnp.asarray, weights)

@@ -8,6 +8,7 @@ from jax.typing import ArrayLike
 
 from kvcache_jax.arrays.masked_updates import get_at
 from kvcache_jax.blocks import storage
+from kvcache_jax.blocks.split_blocks import require_whole
 from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import Layer
 from kvcache_jax.core.cache_checks import takes_one
@@ -48,6 +49,7 @@ def gather(cache: Cache, seq_id: ArrayLike, layer: Layer) -> tuple[jax.Array, ja
     pool = arguments.pool_of(cache, group_id)
     seq_id = arguments.int_scalar("seq_id", seq_id)
     group = cache.config.groups[group_id]
+    require_whole("gather", pool, group)
     pool = storage.refuse_derivatives(group, pool)
     return _gather(pool, cache.control, seq_id, index, group=group, group_id=group_id)
 

@@ -14,6 +14,7 @@ from jax import lax
 
 from kvcache_jax.arrays.masked_updates import get_at
 from kvcache_jax.attention.attention_plan import last_position
+from kvcache_jax.blocks.split_blocks import run_len
 from kvcache_jax.blocks.storage import block_rows, load_blocks
 from kvcache_jax.core.backends import target_device
 from kvcache_jax.core.state import AttentionPlan, KVPool
@@ -60,12 +61,12 @@ def tiles(
     tile_tokens: int | None,
 ) -> Tiles:
     """Cuts the blocks that a plan's queries, of shape `q_shape` = `[r, t, h, g, d]`, read into tiles."""
-    num_queries, group_size, block_size = q_shape[1], q_shape[3], group.block_size
+    num_queries, group_size, block_len = q_shape[1], q_shape[3], run_len(pool, group)
     tokens, num_lanes = _sizes(group, q_shape, tile_tokens)
-    tile_blocks = max(1, min(tokens // block_size, block_table.shape[-1]))
+    tile_blocks = max(1, min(tokens // block_len, block_table.shape[-1]))
     num_tiles = (plan.num_columns + tile_blocks - 1) // tile_blocks
     query = jnp.repeat(jnp.arange(num_queries, dtype=jnp.int32), group_size)[None, :, None]
-    offset = jnp.tile(jnp.arange(block_size, dtype=jnp.int32), tile_blocks)[None]
+    offset = jnp.tile(jnp.arange(block_len, dtype=jnp.int32), tile_blocks)[None]
 
     def sees(plan: AttentionPlan, first: jax.Array, last: jax.Array, key_pos: jax.Array) -> jax.Array:
         """Masks the keys that any of the queries at positions `first` to `last` sees."""
@@ -93,16 +94,18 @@ def tiles(
         rows = block_rows(block_ids, layer, num_blocks, pool.num_rows)
 
         def per_key(values: jax.Array) -> jax.Array:
-            return jnp.repeat(values, block_size, axis=1)
+            return jnp.repeat(values, block_len, axis=1)
 
-        key_pos, is_stored = per_key(column * block_size) + offset, per_key(block_ids < num_blocks)
+        key_pos, is_stored = per_key(column * group.block_size) + offset, per_key(block_ids < num_blocks)
+        if plan.first_offset is not None:
+            key_pos += plan.first_offset[:, None]
         is_held = sees(plan, first, last, key_pos[:, :, None]) & is_stored[:, :, None]
         is_seen = sees(plan, position, position, key_pos[:, None]) & is_stored[:, None] & is_query
         # Computed once: without the fence XLA computes them again for every value that is read or compared.
         rows, is_held, is_seen = lax.optimization_barrier((rows, is_held, is_seen))
         return Tile(rows, load_blocks(pool, group, rows, is_held[:, :, 0]), is_held[None], is_seen[None])
 
-    return Tiles(num_tiles, tile_blocks * block_size, num_lanes, load)
+    return Tiles(num_tiles, tile_blocks * block_len, num_lanes, load)
 
 
 def _sizes(group: LayerGroup, q_shape: tuple[int, ...], tile_tokens: int | None) -> tuple[int, int]:

@@ -11,8 +11,9 @@ from jax.custom_derivatives import SymbolicZero
 
 from kvcache_jax.arrays.derivatives import reverse_mode_only
 from kvcache_jax.arrays.sharding import axis_of_types, axis_to_map, over_heads
-from kvcache_jax.attention import xla
+from kvcache_jax.attention import split_context, xla
 from kvcache_jax.blocks import storage
+from kvcache_jax.blocks.split_blocks import require_whole
 from kvcache_jax.core.backends import Backend
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import AttentionPlan, KVPool
@@ -67,8 +68,11 @@ def _forward(call, pool, q, weights, sink_logits, block_table, plan, layer):
     backend_attend = backend.attend(q.shape[1])
 
     def by_xla(pool, q, weights, sink_logits, block_table, plan, layer):
-        more = options | dict(layer=layer, sink_logits=sink_logits, tile_tokens=call.config.tile_tokens)
-        out, lse = xla.forward(q, pool, weights, block_table, plan, call.group, **more)
+        more = options | dict(tile_tokens=call.config.tile_tokens)
+        reads = block_table, plan, layer, call.group
+        out, lse = split_context.forward(
+            call.config.context_axis, pool, q, weights, sink_logits, *reads, **more
+        )
         return typed(out), lse
 
     def typed(out: jax.Array) -> jax.Array:
@@ -105,6 +109,7 @@ def _attend_fwd(call, *arguments):
     storage.require_gradient(call.group)
     arguments = jax.tree.map(lambda x: x.value, arguments)
     pool, q, weights, sink_logits, block_table, plan, layer = arguments
+    require_whole("a gradient", pool, call.group)
     out, lse = _forward(call, *arguments)
     saved = xla.save(pool, block_table, plan, call.group, layer)
     pool, out, lse, saved = _handed_through(pool, out, lse, saved)
@@ -129,7 +134,8 @@ def _attend_bwd(call, residuals, grads):
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _backward(call, *arguments):
     """Runs `xla.backward`, which has no derivative: autodiff of it would give NaN."""
-    return xla.backward(call.group, call.scale, call.soft_cap, call.config.tile_tokens, *arguments)
+    options = call.group, call.scale, call.soft_cap, call.config.tile_tokens
+    return split_context.backward(call.config.context_axis, *options, *arguments)
 
 
 @_backward.defjvp

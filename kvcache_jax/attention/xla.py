@@ -33,6 +33,7 @@ from kvcache_jax.attention.tiles import (
     scaled_logits,
     tiles,
 )
+from kvcache_jax.blocks.split_blocks import run_len
 from kvcache_jax.blocks.storage import as_blocks, block_rows, keys_values_of, keys_values_shapes
 from kvcache_jax.core.state import AttentionPlan, KVPool
 from kvcache_jax.layers.layer_group import LayerGroup
@@ -171,6 +172,7 @@ def backward(
     """
     pool_grads, grad_out, grad_lse = grads
     num_queries, num_blocks, arrays = q.shape[1], saved.rows.shape[0], dict(group.arrays)
+    block_len = run_len(saved.pool, group)
     plan, layer = saved.plan, jnp.int32(0)
     cut = tiles(saved.pool, saved.block_table, plan, group, layer, num_blocks, q.shape, tile_tokens)
     key_dtype = keys_values_shapes(saved.pool, group, weights).k.dtype
@@ -207,7 +209,7 @@ def backward(
         if adds_to_pool:
             rows = get_at(saved.rows, rows, pool_grads.num_rows)
         sums = {
-            name: grad.at[rows].add(as_blocks(tile_grads[name], arrays[name], group.block_size), mode="drop")
+            name: grad.at[rows].add(as_blocks(tile_grads[name], arrays[name], block_len), mode="drop")
             for name, grad in sums.items()
         }
         return grad_q, jax.tree.map(jnp.add, grad_weights, more), sums

@@ -12,6 +12,7 @@ from kvcache_jax.arrays.derivatives import reverse_mode_only
 from kvcache_jax.arrays.masked_updates import get_at, quotient, read_first, remainder, set_at
 from kvcache_jax.arrays.sharding import axis_of_types
 from kvcache_jax.blocks.key_rotation import Rotate
+from kvcache_jax.blocks.split_blocks import require_whole
 from kvcache_jax.blocks.storage import as_blocks, block_rows, require_gradient
 from kvcache_jax.core.state import KVPool
 from kvcache_jax.layers.block_array import BlockArray
@@ -38,6 +39,7 @@ def move_in_layers(read: ReadLayer, group: LayerGroup, pool: KVPool, moves: Move
     All that a layer moves is read before any of it is written. The gradient is one more pool, changed in
     place, and a few copies of one layer of it.
     """
+    require_whole("an operation that moves tokens", pool, group)
     return _move(read, group, reverse_mode_only("moved tokens", pool), moves)
 
 

@@ -16,7 +16,15 @@ from jax import lax
 
 from kvcache_jax.arrays.derivatives import no_derivative, reverse_mode_only
 from kvcache_jax.arrays.masked_updates import common_bound, get_at, quotient, remainder, run_if
-from kvcache_jax.arrays.sharding import as_varied, axis_of_types, axis_to_map, for_each_head, over_heads
+from kvcache_jax.arrays.sharding import (
+    as_varied,
+    axis_of_types,
+    axis_to_map,
+    for_each_head,
+    over_heads,
+    over_tokens,
+)
+from kvcache_jax.blocks.split_blocks import of_all_parts, own_places, require_whole, run_len
 from kvcache_jax.core import backends
 from kvcache_jax.core.choose_backend import choose
 from kvcache_jax.core.config import CacheConfig
@@ -60,7 +68,7 @@ def store_tokens(
     stored = _stored(group, pool, new)
     slots, layer = slots.reshape(-1), jnp.asarray(layer)
     pool, stored = reverse_mode_only("what is written into pools", as_varied((pool, stored), slots))
-    return _store(backend, config.head_axis, group, pool, stored, slots, layer)
+    return _store(backend, config, group, pool, stored, slots, layer)
 
 
 def _stored(group: LayerGroup, pool: KVPool, new: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
@@ -88,7 +96,7 @@ def _stored(group: LayerGroup, pool: KVPool, new: Mapping[str, jax.Array]) -> di
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _store(
     backend: backends.Backend,
-    head_axis: str | None,
+    config: CacheConfig,
     group: LayerGroup,
     pool: KVPool,
     new: dict[str, jax.Array],
@@ -105,12 +113,18 @@ def _store(
             name: None if array.token_head_axis is None else 1 + array.token_head_axis
             for name, array in group.arrays
         }
-        axis = _axis_to_map(group, pool, head_axis)
+        axis = _axis_to_map(group, pool, config.head_axis)
         return over_heads(local, axis, (heads, new_heads, None, None), heads)(pool, new, slots, layer)
-    arrays, places = {}, _places(group, pool, slots, layer)
-    for name, array in group.arrays:
-        arrays[name] = _set_tokens(pool.arrays[name], array, places[name], new[name])
-    return KVPool(arrays=arrays)
+
+    def set_own(pool, new, slots, layer):
+        arrays, places = {}, _places(group, pool, slots, layer, config)
+        for name, array in group.arrays:
+            arrays[name] = _set_tokens(pool.arrays[name], array, places[name], new[name])
+        return KVPool(arrays=arrays)
+
+    tokens = KVPool(arrays=group.token_positions)
+    mapped = over_tokens(set_own, config.context_axis, (tokens, None, None, None), tokens)
+    return mapped(pool, new, slots, layer)
 
 
 def _set_tokens(values: jax.Array, array: BlockArray, places: tuple[Any, ...], new: jax.Array) -> jax.Array:
@@ -136,28 +150,35 @@ def _axis_to_map(group: LayerGroup, pool: KVPool, head_axis: str | None) -> str 
 
 
 def _places(
-    group: LayerGroup, pool: KVPool, slots: jax.Array, layer: jax.Array
+    group: LayerGroup, pool: KVPool, slots: jax.Array, layer: jax.Array, config: CacheConfig
 ) -> dict[str, tuple[Any, ...]]:
     """Finds the slots in the pool's arrays, past the end of the first axis for nowhere: an index by name."""
     block_ids, offset = quotient(slots, group.block_size), remainder(slots, group.block_size)
+    block_ids, offset = own_places(pool, group, config.context_axis, block_ids, offset)
     block = block_rows(block_ids, layer, pool.num_rows // group.num_layers, pool.num_rows)
     return {name: (block, *array.before_tokens, offset) for name, array in group.arrays}
 
 
-def _store_fwd(backend, head_axis, group, pool, new, slots, layer):
+def _store_fwd(backend, config, group, pool, new, slots, layer):
     require_gradient(group)  # backwards nothing comes through arrays of integers alone
-    return _store(backend, head_axis, group, pool, new, slots, layer), (slots, layer)
+    require_whole("a gradient", pool, group)
+    return _store(backend, config, group, pool, new, slots, layer), (slots, layer)
 
 
-def _store_bwd(backend, head_axis, group, residuals, grads):
-    kept, new = {}, {}
-    for name, places in _places(group, grads, *residuals).items():
-        grad = grads.arrays[name]
-        values = grad.at[places].get(mode="fill", fill_value=0)
-        # The barrier orders the read before the write, which can then be done in place.
-        new[name], grad = lax.optimization_barrier((values, grad))
-        kept[name] = grad.at[places].set(jnp.zeros_like(values), mode="drop")
-    return KVPool(arrays=kept), new, None, None
+def _store_bwd(backend, config, group, residuals, grads):
+    def take_own(grads, slots, layer):
+        kept, new = {}, {}
+        for name, places in _places(group, grads, slots, layer, config).items():
+            grad = grads.arrays[name]
+            values = grad.at[places].get(mode="fill", fill_value=0)
+            # The barrier orders the read before the write, which can then be done in place.
+            new[name], grad = lax.optimization_barrier((values, grad))
+            kept[name] = grad.at[places].set(jnp.zeros_like(values), mode="drop")
+        return KVPool(arrays=kept), of_all_parts(grads, group, config.context_axis, new)
+
+    tokens = KVPool(arrays=group.token_positions)
+    mapped = over_tokens(take_own, config.context_axis, (tokens, None, None), (tokens, None))
+    return *mapped(grads, *residuals), None, None
 
 
 def require_gradient(group: LayerGroup) -> None:
@@ -293,17 +314,18 @@ def load_blocks(
     """
     # On TPUs a reshape of the pool would copy it, tiled as it is there.
     takes_runs = backends.target_device().platform != "tpu"
+    block_len = run_len(pool, group)
 
     def load(values: jax.Array, array: BlockArray) -> jax.Array:
         rest = array.shape[2:]
         if _is_by_head(array) and takes_runs:
             # A head's part of a block is one run of values, read head by head: none is moved on its own.
-            runs = values.reshape(-1, values.shape[1], group.block_size * math.prod(rest))
+            runs = values.reshape(-1, values.shape[1], block_len * math.prod(rest))
             tile = jax.vmap(get_at, (1, 0))(runs, for_each_head(rows, values))
             if is_held is not None:
                 held = jnp.repeat(is_held.reshape(*rows.shape, -1), math.prod(rest), axis=2)
                 tile = _tile(tile, held[None])
-            tile = tile.reshape(*tile.shape[:3], group.block_size, *rest)
+            tile = tile.reshape(*tile.shape[:3], block_len, *rest)
         else:
             tile = get_at(values, rows)  # [r, b, *shape]
             if is_held is not None:

@@ -29,6 +29,11 @@ def choose(
             f"implementation {name!r} is asked for and rows may hide tokens, expected 'xla' or None, or a "
             "cache without such extras: kernels do not know tokens that are hidden"
         )
+    if config.context_axis is not None and name not in (None, XLA):
+        raise NotImplementedError(
+            f"implementation {name!r} is asked for and context_axis is {config.context_axis!r}, expected "
+            "'xla' or None: kernels read whole blocks, and a device has a part of each"
+        )
     if name is None:
         fits = (each for each in _proven(config) if not _why_not(each, pool, group, group_size))
         return next(fits, get_backend(XLA))

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from kvcache_jax.arrays.number_checks import static_flag
 from kvcache_jax.arrays.pytree import FORMAT_VERSION, require_format
 from kvcache_jax.core.backends import require_name
+from kvcache_jax.core.context_axis import check_context_axis
 from kvcache_jax.core.eviction_policy import LRU, InBatches, policies
 from kvcache_jax.core.extras import Extra, Hooks, Keeper, check_extras, extra_from_json, extra_to_json
 from kvcache_jax.core.memory_plan import check_indices, spend
@@ -65,6 +66,9 @@ class CacheConfig:
         that a backend lacks are XLA's, and so are gradients.
       head_axis: Mesh axis over which the key/value heads are split, so that kernels run on each device's
         own heads; `init` then splits the pools so. XLA's attention does not need to know.
+      context_axis: Mesh axis over which the tokens of every block are split: of `n` devices each has a run of
+        `block_size / n` tokens, and a row's runs are dealt to the devices in turns. `init` splits the pools
+        so. All else is on every device alike. XLA's attention alone knows how.
       tile_tokens: Tokens of a row that XLA's attention reads at a time. Default: on accelerators 2,048,
         or fewer of so many rows that a tile's keys would take more than 256 MiB; on CPUs as many as stay
         in a core's cache, 256 at least, of as many rows as fit there.
@@ -95,6 +99,7 @@ class CacheConfig:
     eviction_policy: str | InBatches = LRU
     implementation: str | None = None
     head_axis: str | None = None
+    context_axis: str | None = None
     tile_tokens: int | None = None
 
     def __hash__(self) -> int:
@@ -163,6 +168,7 @@ class CacheConfig:
         self._check_states()
         for group in self.groups:
             check_indices(group)
+        check_context_axis(self.context_axis, self.head_axis, self.groups, self.keeper)
         for extra in self.extras:
             extra.check(self)
 
@@ -423,7 +429,7 @@ def require_config(caller: str, config: Any) -> None:
 
 
 def memory_bytes(config: CacheConfig) -> int:
-    """Counts the bytes of all groups' pools; the control state comes on top (see `describe`)."""
+    """Counts the bytes of the pools on all devices; the control state comes on top (see `describe`)."""
     require_config("memory_bytes", config)
     return sum(group.pool_bytes for group in config.groups)
 

@@ -45,6 +45,12 @@ def describe(config: CacheConfig) -> str:
         f"keys and values {format_bytes(memory_bytes(config))}, "
         f"control state {format_bytes(control_bytes(config))}"
     )
+    if config.context_axis is not None:
+        line = f"the tokens of each block are split over the mesh axis {config.context_axis!r}"
+        if num_devices := jax.sharding.get_abstract_mesh().shape.get(config.context_axis):
+            of_each = format_bytes(memory_bytes(config) // num_devices)
+            line += f": {of_each} of keys and values on each of {num_devices} devices"
+        lines.append(line)
     if config.enable_prefix_caching and config.snapshot_groups:
         lines.append(
             f"states are kept with prefixes, of which {config.prefix_unit} tokens are the least that hits"

@@ -11,17 +11,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from kvcache_jax.arrays.number_checks import static_flag
 from kvcache_jax.arrays.sharding import axis_of_types, check_in_mesh
 from kvcache_jax.core.cache_checks import takes_one
 from kvcache_jax.core.choose_backend import implementation_of, load
 from kvcache_jax.core.config import CacheConfig, require_config
+from kvcache_jax.core.context_axis import check_tokens_divide
 from kvcache_jax.core.describe import describe
 from kvcache_jax.core.empty_state import empty_control, empty_pools, in_place_of
 from kvcache_jax.core.extras import KeptArray
 from kvcache_jax.core.state import Cache, Control, KVPool
+from kvcache_jax.layers.block_array import BlockArray
 from kvcache_jax.layers.layer_group import LayerGroup
 
 _log = logging.getLogger("kvcache_jax")
@@ -36,8 +38,9 @@ def init(
     Args:
       config: Kinds, sizes, options.
       sharding: Of keys and values `[num_layers * num_blocks, num_kv_heads, block_size, head_dim]`; only the
-        heads may be split, and are in arrays of other shapes too. The control state is replicated. A
-        `PartitionSpec` refers to the current mesh. Default: as `config.head_axis` says.
+        heads may be split, and the tokens as `config.context_axis` says, and are in arrays of other shapes
+        too. The control state is replicated. A `PartitionSpec` refers to the current mesh. Default: as
+        `config.head_axis` and `config.context_axis` say.
       storage: False builds the control state alone, for planning and for replaying traces.
 
     Returns:
@@ -45,9 +48,9 @@ def init(
 
     Raises:
       TypeError: `config` is something else.
-      ValueError: `sharding` splits another axis than the heads, the heads over another mesh axis than
-        `config.head_axis`, or heads over devices that do not divide them; or the current mesh does not have
-        that axis.
+      ValueError: `sharding` splits another axis than heads and tokens, the heads over another mesh axis than
+        `config.head_axis`, the tokens over another than `config.context_axis`, or either over devices that do
+        not divide them; or the current mesh does not have that axis.
 
     Example:
       >>> import kvcache_jax as kv
@@ -57,9 +60,12 @@ def init(
     """
     require_config("init", config)
     static_flag("storage", storage)
-    if sharding is None and config.head_axis is not None:
-        check_in_mesh(config.head_axis)
-        sharding = PartitionSpec(None, config.head_axis, None, None)
+    own_axes = {"head_axis": config.head_axis, "context_axis": config.context_axis}
+    if sharding is None and any(own_axes.values()):
+        for name, axis in own_axes.items():
+            if axis is not None:
+                check_in_mesh(name, axis)
+        sharding = PartitionSpec(None, *own_axes.values(), None)
     if isinstance(sharding, NamedSharding | PartitionSpec):
         spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
         _check_spec(spec, config)
@@ -109,11 +115,17 @@ def _is_plain() -> bool:
 
 
 def _check_spec(spec: PartitionSpec, config: CacheConfig) -> None:
-    if any(axis is not None for i, axis in enumerate(spec) if i != 1):
+    _, axis, context_axis, *others = (*spec, *[None] * (4 - len(spec)))
+    if spec and spec[0] is not None or any(other is not None for other in others):
         raise ValueError(
             f"sharding is {spec}, expected only the heads split: PartitionSpec(None, axis, None, None)"
         )
-    axis = spec[1] if len(spec) > 1 else None
+    if context_axis != config.context_axis:
+        raise ValueError(
+            f"sharding splits the tokens over {context_axis!r} and config.context_axis is "
+            f"{config.context_axis!r}, expected the same: attention must know the axis, write "
+            f"CacheConfig(..., context_axis={context_axis!r})"
+        )
     uses_kernels = implementation_of(config) not in (None, "xla")
     if axis != config.head_axis and (uses_kernels or config.head_axis is not None):
         raise ValueError(
@@ -123,7 +135,7 @@ def _check_spec(spec: PartitionSpec, config: CacheConfig) -> None:
 
 
 def _check_heads(sharding: NamedSharding | PartitionSpec, spec: PartitionSpec, config: CacheConfig) -> None:
-    """Raises unless the number of devices that split the heads divides every array's number of heads."""
+    """Raises unless the devices that split the heads divide every array's heads; and tokens likewise."""
     mesh = sharding.mesh if isinstance(sharding, NamedSharding) else jax.sharding.get_abstract_mesh()
     axis = spec[1] if len(spec) > 1 else None
     names = axis if isinstance(axis, tuple) else (axis,)
@@ -137,6 +149,14 @@ def _check_heads(sharding: NamedSharding | PartitionSpec, spec: PartitionSpec, c
                     f"axis {axis!r} splits them over {num_devices} devices, expected a multiple of "
                     f"{num_devices}: change the kind's heads, or take an axis whose size divides {num_heads}"
                 )
+    if config.context_axis is not None:
+        check_tokens_divide(config.groups, config.context_axis, mesh.shape[config.context_axis])
+        types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+        if types[config.context_axis] == AxisType.Explicit:
+            raise NotImplementedError(
+                f"the mesh axis {config.context_axis!r} of context_axis is explicit, expected an automatic "
+                "one: jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto, ...)); others may be"
+            )
 
 
 @functools.lru_cache(maxsize=64)
@@ -168,18 +188,17 @@ def _builder(config: CacheConfig, sharding: Sharding | PartitionSpec | None, sto
 
 
 def _pool_shardings(pool: KVPool, group: LayerGroup, sharding: Sharding | PartitionSpec) -> KVPool:
-    """Splits the heads of each array as `sharding`, of keys and values, splits theirs."""
+    """Splits each array's heads and tokens as `sharding`, of keys and values, splits theirs."""
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
     if not isinstance(spec, PartitionSpec):
         return jax.tree.map(lambda _: sharding, pool)
-    axis = spec[1] if len(spec) > 1 else None
+    _, heads, tokens, *_ = (*spec, None, None, None)
 
-    def of(array: jax.Array, position: int | None) -> Sharding | PartitionSpec:
-        own = PartitionSpec(*[axis if i == position else None for i in range(array.ndim)])
+    def of(array: BlockArray) -> Sharding | PartitionSpec:
+        own = PartitionSpec(None, *array.spec(heads, tokens))
         return NamedSharding(sharding.mesh, own) if isinstance(sharding, NamedSharding) else own
 
-    positions = group.head_positions
-    return KVPool(arrays={name: of(pool.arrays[name], positions[name]) for name in positions})
+    return KVPool(arrays={name: of(array) for name, array in group.arrays})
 
 
 def sharding_of(cache: Cache) -> NamedSharding | None:
@@ -189,7 +208,8 @@ def sharding_of(cache: Cache) -> NamedSharding | None:
             sharding = pool.arrays[name].sharding
             if isinstance(sharding, NamedSharding):
                 axis = axis_of_types(pool.arrays, {name: position})
-                return NamedSharding(sharding.mesh, PartitionSpec(None, axis, None, None))
+                tokens = cache.config.context_axis
+                return NamedSharding(sharding.mesh, PartitionSpec(None, axis, tokens, None))
     return None
 
 

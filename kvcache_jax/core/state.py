@@ -313,6 +313,7 @@ class AttentionPlan:
       positions: i32[r, t], of the queries, ascending; None where they follow one another.
       num_keys: i32[r], tokens that all queries of a row see; None where they are causal.
       holes: Holes of the rows; None where no row hides tokens.
+      first_offset: i32[r], of the part of every block that a device has; None for whole blocks.
       within: Span (static) that queries do not see beyond, whatever the kind's span; None for no other.
       work: From the backend's `plan`; () for a backend without one.
     """
@@ -325,6 +326,7 @@ class AttentionPlan:
     positions: jax.Array | None = None
     num_keys: jax.Array | None = None
     holes: Holes | None = None
+    first_offset: jax.Array | None = None
     within: Span | None = None
     work: tuple[jax.Array, ...] = ()
 

@@ -1,8 +1,9 @@
 """The engine's program on its devices: on one, or on a mesh with one scheduler per shard of rows.
 
 On a mesh every array of the state has one more first axis, of shards, split over `row_axis`; the pools'
-heads are split over `config.head_axis`. Within `jax.shard_map` each shard is an engine of its own, and the
-devices of one shard, which differ in their heads alone, schedule alike.
+heads are split over `config.head_axis`, and the tokens of blocks over `config.context_axis`. Within
+`jax.shard_map` each shard is an engine of its own, and the devices of one shard, which differ in their heads
+and tokens alone, schedule alike.
 """
 
 import dataclasses
@@ -18,15 +19,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from kvcache_jax.arrays.sharding import put
 from kvcache_jax.core.config import CacheConfig
+from kvcache_jax.core.context_axis import check_tokens_divide
 from kvcache_jax.core.extras import KeptArray
 from kvcache_jax.core.init import init
-from kvcache_jax.core.state import Cache
+from kvcache_jax.core.state import Cache, KVPool
 from kvcache_jax.core.team import ALONE
 from kvcache_jax.engine.options import Options, Placement, require_axis
 from kvcache_jax.engine.program import Inbox, run_dispatch
 from kvcache_jax.engine.requests import TableSizes
 from kvcache_jax.engine.state import EngineState, empty_state
 from kvcache_jax.engine.step import Model
+from kvcache_jax.layers.block_array import BlockArray
 
 
 class Shards:
@@ -42,6 +45,9 @@ class Shards:
     def __init__(self, placement: Placement | None, config: CacheConfig, params: Any):
         mesh = placement.mesh if placement else None
         require_axis("config.head_axis", config.head_axis, mesh)
+        require_axis("config.context_axis", config.context_axis, mesh)
+        if mesh is not None and config.context_axis is not None:
+            check_tokens_divide(config.groups, config.context_axis, mesh.shape[config.context_axis])
         self._mesh, self._row_axis, self._config = mesh, placement.row_axis if placement else None, config
         spec = placement.params_spec if placement else None
         self._params_spec = PartitionSpec() if spec is None else spec
@@ -80,20 +86,31 @@ class Shards:
             with jax.default_device(next(iter(self._home.device_set))):
                 state = empty_state(init(self._config), sizes, outbox_shape, counters[0])
             return jax.device_put(state, _homes(self._home, self._config))
-        config = dataclasses.replace(self._config, head_axis=None)
+        config = dataclasses.replace(self._config, head_axis=None, context_axis=None)
         states = [empty_state(init(config, storage=False), sizes, outbox_shape, own) for own in counters]
         stacked = jax.tree.map(lambda *shards: np.stack(shards), *states)
         rows = NamedSharding(mesh, PartitionSpec(self._row_axis))
-        pool = NamedSharding(mesh, PartitionSpec(self._row_axis, None, self._config.head_axis))
         shapes = jax.eval_shape(lambda: init(config).pools)
         pools = jax.jit(
             lambda: jax.tree.map(lambda x: jnp.zeros((self.num_shards, *x.shape), x.dtype), shapes),
-            out_shardings=pool,
+            out_shardings=jax.tree.map(lambda spec: NamedSharding(mesh, spec), self._pool_specs()),
         )()
         state = put(stacked, rows)
         kept = jax.tree.map(self._empty_kept, config.keeper.arrays(config))
         cache = Cache(control=state.cache.control, pools=pools, config=self._config, kept=kept)
         return dataclasses.replace(state, cache=cache)
+
+    def _pool_specs(self) -> tuple[KVPool, ...]:
+        """Splits the pools of all shards over the mesh, array by array."""
+        heads, tokens = self._config.head_axis, self._config.context_axis
+
+        def spec(array: BlockArray) -> PartitionSpec:
+            return PartitionSpec(self._row_axis, None, *array.spec(heads, tokens))
+
+        return tuple(
+            KVPool(arrays={name: spec(array) for name, array in group.arrays})
+            for group in self._config.groups
+        )
 
     def _empty_kept(self, array: KeptArray) -> jax.Array:
         """Makes an array of what the config's keeper keeps, for all shards."""
@@ -150,7 +167,6 @@ class Shards:
     def _program_on(self, mesh: Mesh) -> Any:
         """Makes the program on a mesh."""
         rows = PartitionSpec(self._row_axis)
-        pools = PartitionSpec(self._row_axis, None, self._config.head_axis)
 
         def run(params, _, state, inbox, length, model, options):
             def on_shard(params, state, inbox, length):
@@ -161,7 +177,7 @@ class Shards:
             specs = jax.tree.map(lambda _: rows, state)
             cache = dataclasses.replace(
                 specs.cache,
-                pools=jax.tree.map(lambda _: pools, state.cache.pools),
+                pools=self._pool_specs(),
                 kept=jax.tree.map(
                     lambda array: PartitionSpec(self._row_axis, *array.spec(self._config.head_axis)),
                     self._config.keeper.arrays(self._config),

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 
 class BlockArray(NamedTuple):
@@ -13,13 +14,19 @@ class BlockArray(NamedTuple):
       shape: Of one block of one layer.
       dtype: Any dtype of jax.
       head_axis: The axis of key/value heads, over which a mesh may split the array; None for none.
-      token_axis: The axis of the block's tokens; None for one entry of all tokens up to the block's end.
+      token_axis: The axis of the block's tokens, over which a mesh may split it too; None for one entry
+        of all tokens up to the block's end.
     """
 
     shape: tuple[int, ...]
     dtype: Any
     head_axis: int | None = 0
     token_axis: int | None = 1
+
+    def spec(self, head_axis: str | None, context_axis: str | None = None) -> PartitionSpec:
+        """Splits the heads and the tokens over mesh axes; None for none."""
+        axes = {self.token_axis: context_axis, self.head_axis: head_axis}
+        return PartitionSpec(*[axes.get(i) for i in range(len(self.shape))])
 
     @property
     def token_shape(self) -> tuple[int, ...]:

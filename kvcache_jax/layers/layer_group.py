@@ -81,6 +81,13 @@ class LayerGroup:
         return {name: None if array.head_axis is None else 1 + array.head_axis for name, array in self.arrays}
 
     @property
+    def token_positions(self) -> dict[str, int | None]:
+        """The axes of tokens in the pool's arrays, by name; None for none."""
+        return {
+            name: None if array.token_axis is None else 1 + array.token_axis for name, array in self.arrays
+        }
+
+    @property
     def block_bytes(self) -> int:
         """Bytes of one block, all layers of the group."""
         values = (math.prod(array.shape) * jnp.dtype(array.dtype).itemsize for _, array in self.arrays)

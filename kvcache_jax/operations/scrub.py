@@ -13,6 +13,7 @@ from kvcache_jax.arrays.derivatives import reverse_mode_only
 from kvcache_jax.arrays.masked_updates import common_bound, get_at, max_at, num_true, rank_true
 from kvcache_jax.arrays.sharding import as_varied
 from kvcache_jax.blocks import storage
+from kvcache_jax.blocks.split_blocks import require_whole
 from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.cache_checks import takes_one
@@ -94,6 +95,7 @@ def _scrub(cache: Cache, seq_ids: jax.Array | None, words: jax.Array | None) -> 
     pools = []
     for g, pool in enumerate(cache.pools):
         rests = None if words is None else _rests(control, g, cache.config)
+        require_whole("scrub", pool, cache.config.groups[g])
         pool = reverse_mode_only("scrubbed pools", pool)
         pools.append(_overwrite(cache.config.groups[g], pool, masks[g], rests))
     num_blocks = sum((num_true(mask) for mask in masks), start=jnp.int32(0))

@@ -3,9 +3,10 @@
 import jax
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 import kvcache_jax as kv
+from tests.engine import exact_model
 from tests.engine.exact_engine import SIZES
 from tests.engine.exact_model import DIM, check_state, config, decode_alone, make_params, note, random_request
 from tests.engine.exact_model import forward_of_halves as forward
@@ -13,10 +14,12 @@ from tests.support.helpers import compiled_programs
 
 
 @pytest.mark.slow
-def test_rows_over_one_axis_and_heads_over_the_other():
+@pytest.mark.parametrize("axis", ["heads", "context"])
+def test_rows_over_one_axis_and_heads_or_context_over_the_other(axis):
     """The same tokens as each request alone; every shard had requests, and nothing is left behind."""
-    mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("rows", "heads"))
-    layers = [kv.FullAttention(2, DIM)]
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("rows", axis))
+    splits_heads = axis == "heads"
+    layers = [kv.FullAttention(2 if splits_heads else 1, DIM)]
     split = kv.CacheConfig(
         layers,
         num_blocks=11,
@@ -24,9 +27,10 @@ def test_rows_over_one_axis_and_heads_over_the_other():
         max_seqs=4,
         max_seq_len=48,
         enable_prefix_caching=True,
-        head_axis="heads",
+        **{"head_axis" if splits_heads else "context_axis": axis},
     )
-    engine = kv.Engine(forward, make_params(), split, **SIZES, placement=kv.engine.Placement(mesh, "rows"))
+    model = forward if splits_heads else exact_model.forward
+    engine = kv.Engine(model, make_params(), split, **SIZES, placement=kv.engine.Placement(mesh, "rows"))
     rng = np.random.default_rng(11)
     requests, said = [random_request(rng, i) for i in range(24)], {}
     assert config().max_seqs == split.max_seqs
@@ -43,8 +47,10 @@ def test_rows_over_one_axis_and_heads_over_the_other():
             tokens, _, reason = decode_alone(request, sample_id=i)
             assert (said[request.id, i][0], said[request.id, i][2]) == (tokens, reason), request
     state = engine.state
-    sharding = state.cache.pools[0].k.sharding
-    assert isinstance(sharding, NamedSharding) and sharding.spec[:3] == ("rows", None, "heads")
+    keys = state.cache.pools[0].k
+    assert keys.sharding.shard_shape(keys.shape) == (
+        (1, 11, 1, 4, DIM) if splits_heads else (1, 11, 1, 2, DIM)
+    )
     for i in range(4):
         check_state(jax.tree.map(lambda x, i=i: x[i], jax.device_get(state)))
         counts = np.asarray(state.counters)[i]

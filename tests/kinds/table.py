@@ -40,6 +40,7 @@ PROPERTIES = (
     "transfer",
     "gradient",
     "shard",
+    "context",
     "export",
     "poison",
     "manager",

@@ -261,10 +261,7 @@ def shard(kind):
     arguments = jax.device_put((rows.params, rows.arguments(texts)), NamedSharding(mesh, P()))
     params = arguments[0]
     program = run_step.lower(params, cache, *arguments[1]).compile()
-    collectives = [line for line in program.as_text().splitlines() if COLLECTIVE.search(line)]
-    for pool in jax.tree.leaves(cache.pools):
-        for shape in (pool.shape, pool.sharding.shard_shape(pool.shape)):
-            assert not [line for line in collectives if f"{[*shape]}".replace(" ", "") in line]
+    assert_sends_no_pool(program, cache)
     rows.cache, logits, status = program(params, cache, *arguments[1])
     rows.check(texts, logits, status)
     for pool, group in zip(rows.cache.pools, rows.groups, strict=True):
@@ -272,6 +269,35 @@ def shard(kind):
             heads, local = group.head_positions[name], array.sharding.shard_shape(array.shape)
             want = array.shape[0 if heads is None else heads] // (1 if heads is None else 2)
             assert local[0 if heads is None else heads] == want
+
+
+def assert_sends_no_pool(program, cache):
+    collectives = [line for line in program.as_text().splitlines() if COLLECTIVE.search(line)]
+    for pool in jax.tree.leaves(cache.pools):
+        for shape in (pool.shape, pool.sharding.shard_shape(pool.shape)):
+            assert not [line for line in collectives if f"{[*shape]}".replace(" ", "") in line]
+
+
+def context(kind):
+    """With the tokens of blocks on two devices, all rows compute the same, and results alone are sent."""
+    mesh = jax.make_mesh((2,), ("context",), axis_types=(AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        rows = Rows(kind, kv.init(dataclasses.replace(config_of(kind), context_axis="context")))
+        rows.start({3: random_text(11), 1: random_text(6)})
+        assert rows.fork(3, 0) == [OK]
+        rows.feed({3: [1, 2], 0: [3], 1: random_text(7)})
+        assert num_copies(rows.cache) == sum(not group.holds_sources for group in rows.groups)
+        if rows.cache.control.prefix_index is not None:
+            rows.cache, _ = kv.commit(rows.cache)
+        text = rows.texts[1]
+        rows.free(1)
+        rows.start({2: [*text, 5, 6, 7]})
+        arguments = rows.params, rows.cache, *rows.arguments({})
+        assert_sends_no_pool(run_step.lower(*arguments).compile(), rows.cache)
+    for pool, group in zip(rows.cache.pools, rows.groups, strict=True):
+        for name, array in pool.arrays.items():
+            axis = group.token_positions[name]
+            assert array.sharding.shard_shape(array.shape)[axis] == array.shape[axis] // 2
 
 
 def export(kind):
@@ -378,6 +404,7 @@ CHECKS = (
     transfer,
     gradient,
     shard,
+    context,
     export,
     poison,
     manager,
@@ -386,7 +413,7 @@ CHECKS = (
 TABLE = dict(zip(PROPERTIES, CHECKS, strict=True))
 # These compile programs for devices, programs backwards or other steps around what the other cells compile.
 # They know of a kind what the step knows, so in `make test` one line says it for all.
-AROUND_THE_STEP = {"gradient", "shard", "export", "rewrite", "transfer"}
+AROUND_THE_STEP = {"gradient", "shard", "context", "export", "rewrite", "transfer"}
 LINE_AROUND_THE_STEP = "full"
 # Programs of their own, of which `make test` has tests of plain layers.
 WITH_TESTS_OF_ITS_OWN = {"in-place", "drop", "compress", "compose", "partial-hit", "manager", "generate"}
@@ -396,7 +423,7 @@ WITH_TESTS_OF_ITS_OWN = {"in-place", "drop", "compress", "compose", "partial-hit
 # of both; and whole programs, which know of neither. All kinds show the others: they attend, backwards too.
 OF_SPANS = {"fork", "truncate", "rewrite", "drop", "compose", "window", "commit", "hit", "evict"}
 OF_STORAGE = {"in-place", "shard", "export"}
-OF_BOTH = {"compress", "partial-hit", "transfer"}
+OF_BOTH = {"compress", "context", "partial-hit", "transfer"}
 WHOLE_PROGRAMS = {"manager", "generate"}
 
 
