@@ -9,8 +9,9 @@ Answer:  not yet measured.
 First the ceilings: reading only, and copying. Then paged decode, batch {1, 8, 32, 128} x context {1k, 8k,
 32k} x query heads per key/value head {1, 4, 8} x blocks of {16, 64, 128}, 8 key/value heads of 128, bfloat16:
 ours, its plan made before (as once per step for all layers) and made again each time, beside every peer that
-can be imported (`sides`, `torch_sides`). Then the movement of tokens and blocks, and the
-whole step of a decoder with the shape of Llama-3.2-1B beside its roofline.
+can be imported (`sides`, `torch_sides`); and rows whose lengths or number leave a GPU idle unless they are
+split. Then the movement of tokens and blocks, and the whole step of a decoder with the shape of Llama-3.2-1B
+beside its roofline.
 
 Each side is checked against the float32 reference before it is timed; the sides of an entry take turns in
 one process (`timing` says what is timed). Who is wrong or cannot run is reported and why;

@@ -1,5 +1,6 @@
 """What `experiments.kernel_speed` decodes: the cells, and their order; the steps. Only Python."""
 
+import random
 from typing import NamedTuple
 
 # By importance: the shapes first that fill a GPU.
@@ -28,7 +29,12 @@ NUM_UNOWNED = 2
 
 
 class Cell(NamedTuple):
-    """One decode: `batch` rows, each with one query, over `context` tokens in whole blocks."""
+    """One decode: `batch` rows, each with one query, over `context` tokens in whole blocks.
+
+    Attributes:
+      context: Of the longest row.
+      unequal: The name of the rows' lengths in UNEQUAL; "" if all have `context`.
+    """
 
     batch: int
     context: int
@@ -36,16 +42,24 @@ class Cell(NamedTuple):
     block_size: int
     num_kv_heads: int = 8
     head_dim: int = 128
+    unequal: str = ""
 
     @property
     def name(self) -> str:
         context = f"{self.context // 1024}k" if self.context % 1024 == 0 else str(self.context)
-        return f"{self.batch} x {context}, group {self.group_size}, block {self.block_size}"
+        rows = self.unequal or f"{self.batch} x {context}"
+        head = "" if self.head_dim == 128 else f", head {self.head_dim}"
+        return f"{rows}, group {self.group_size}, block {self.block_size}{head}"
+
+    @property
+    def lens(self) -> tuple[int, ...]:
+        """Tokens of each row."""
+        return UNEQUAL[self.unequal] if self.unequal else (self.context,) * self.batch
 
     @property
     def kv_bytes(self) -> int:
         """Of the keys and values that one launch must read, each once; bfloat16."""
-        return 2 * self.batch * self.context * self.num_kv_heads * self.head_dim * 2
+        return 2 * sum(self.lens) * self.num_kv_heads * self.head_dim * 2
 
     @property
     def num_columns(self) -> int:
@@ -54,7 +68,7 @@ class Cell(NamedTuple):
     @property
     def num_blocks(self) -> int:
         """Of one buffer: what the rows own, and two that nobody does."""
-        return self.batch * self.num_columns + NUM_UNOWNED
+        return sum(self.lens) // self.block_size + NUM_UNOWNED
 
     @property
     def num_buffers(self) -> int:
@@ -75,18 +89,48 @@ def all_cells() -> list[Cell]:
         for nth_group, group_size in enumerate(GROUP_SIZES)
         for nth_shape, shape in enumerate(SHAPES)
     ]
+    ranked += [(nth, cell) for nth, cell in enumerate(PLANNED)]
     ranked.sort(key=lambda entry: (entry[1].kv_bytes < LARGE_BYTES, entry[0]))
     return [cell for _, cell in ranked]
 
 
+def _log_normal(num_rows: int) -> tuple[int, ...]:
+    """Lengths of rows, a few of which are much longer than the rest; in whole blocks."""
+    draw = random.Random(1)
+    lens = (int(draw.lognormvariate(8, 1)) for _ in range(num_rows))
+    return tuple(min(131072, max(128, -(-length // 128) * 128)) for length in lens)
+
+
+UNEQUAL = {
+    "63 x 1k + 1 x 128k": (1024,) * 63 + (131072,),
+    "128 log-normal": _log_normal(128),
+    "16 and 96": (16, 96),
+}
+"""Lengths of the rows of a cell, in whole blocks."""
+_LONGEST = max(UNEQUAL["128 log-normal"])
+PLANNED = (
+    Cell(64, 131072, 4, 16, unequal="63 x 1k + 1 x 128k"),
+    Cell(128, _LONGEST, 4, 16, unequal="128 log-normal"),
+    Cell(128, _LONGEST, 4, 16, head_dim=64, unequal="128 log-normal"),
+    Cell(50, 8192, 4, 16),
+    Cell(8, 2048, 4, 16),
+)
+"""Those that show whether a plan fills the GPU; see `tests/kernels/test_decode_plan.py`."""
 QUICK = (
     Cell(32, 8192, 4, 16),
+    *PLANNED[:2],
+    Cell(50, 8192, 4, 16),
+    Cell(8, 8192, 4, 16),
     Cell(128, 1024, 4, 16),
     Cell(1, 32768, 8, 64),
     Cell(8, 32768, 1, 128),
     Cell(1, 1024, 4, 16),
 )
-TINY = (Cell(2, 96, 4, 16, num_kv_heads=2), Cell(1, 128, 1, 64, num_kv_heads=1))
+TINY = (
+    Cell(2, 96, 4, 16, num_kv_heads=2),
+    Cell(1, 128, 1, 64, num_kv_heads=1),
+    Cell(2, 96, 4, 16, num_kv_heads=1, unequal="16 and 96"),
+)
 """For the interpreter."""
 
 

@@ -28,7 +28,8 @@ class Problem(NamedTuple):
       q: bf16[b, h, g, d].
       k_pool: bf16[num_buffers * num_blocks, h, block_size, d]; what nobody owns is NaN.
       v_pool: Like `k_pool`.
-      block_table: i32[b, columns], the same in all buffers; permuted.
+      block_table: i32[b, columns], the same in all buffers; permuted. Columns after a row's last block name
+        one that nobody owns.
     """
 
     cell: Cell
@@ -48,7 +49,18 @@ class Problem(NamedTuple):
 
     @property
     def lens(self) -> jax.Array:
-        return jnp.full(self.cell.batch, self.cell.context, jnp.int32)
+        return jnp.asarray(self.cell.lens, jnp.int32)
+
+    @property
+    def held_blocks(self) -> jax.Array:
+        """Blocks of all rows, one row after the other, i32[num_held]."""
+        held = np.arange(self.cell.num_columns) < np.array(self.cell.lens)[:, None] // self.cell.block_size
+        return jnp.asarray(np.asarray(self.block_table)[held])
+
+    def require_equal_rows(self) -> None:
+        """Refuses what a side that knows no lengths cannot decode."""
+        if self.cell.unequal:
+            raise NotImplementedError("it takes rows of one length alone")
 
     @property
     def rows(self) -> DecodeRows:
@@ -58,16 +70,15 @@ class Problem(NamedTuple):
         return DecodeRows(
             table_row=jnp.arange(self.cell.batch, dtype=jnp.int32),
             first_column=all_rows(0),
-            num_columns=all_rows(self.cell.num_columns),
-            first_position=all_rows(self.cell.context - 1),
+            num_columns=self.lens // self.cell.block_size,
+            first_position=self.lens - 1,
             num_queries=all_rows(1),
         )
 
 
 def make_problem(cell: Cell, num_buffers: int | None = None, seed: int = 0) -> Problem:
     num_buffers = num_buffers or cell.num_buffers
-    order = np.random.default_rng(seed).permutation(cell.num_blocks).astype(np.int32)
-    table, unowned = order[:-NUM_UNOWNED].reshape(cell.batch, -1), order[-NUM_UNOWNED:]
+    table, unowned = make_table(cell, seed)
     unowned = (cell.num_blocks * np.arange(num_buffers)[:, None] + unowned).reshape(-1)
     q_key, k_key, v_key = jax.random.split(jax.random.key(seed), 3)
     shape = (num_buffers * cell.num_blocks, cell.num_kv_heads, cell.block_size, cell.head_dim)
@@ -80,6 +91,16 @@ def make_problem(cell: Cell, num_buffers: int | None = None, seed: int = 0) -> P
         v_pool=_poisoned(random_pool(v_key, shape), unowned),
         block_table=jnp.asarray(table),
     )
+
+
+def make_table(cell: Cell, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Draws the block table i32[b, columns], and the blocks that belong to no row."""
+    order = np.random.default_rng(seed).permutation(cell.num_blocks).astype(np.int32)
+    owned, unowned = order[:-NUM_UNOWNED], order[-NUM_UNOWNED:]
+    table = np.full((cell.batch, cell.num_columns), unowned[0], np.int32)
+    num_held = np.array(cell.lens) // cell.block_size
+    table[np.arange(cell.num_columns) < num_held[:, None]] = owned
+    return table, unowned
 
 
 @functools.partial(jax.jit, donate_argnums=0)

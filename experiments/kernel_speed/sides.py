@@ -109,6 +109,7 @@ def _triton(problem: Problem, num_launches: int) -> Program:
 def _cudnn_paged(problem: Problem, num_launches: int) -> Program:
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
+    problem.require_equal_rows()
     cudnn.check_cudnn_version()  # raises before anything is copied
     cell = problem.cell
     owned = jnp.sort(problem.block_table.reshape(-1))
@@ -144,6 +145,7 @@ def _cudnn_paged(problem: Problem, num_launches: int) -> Program:
 
 
 def _gathered(problem: Problem, implementation: Any, num_launches: int) -> Program:
+    problem.require_equal_rows()
     cell = problem.cell
 
     def call(inputs, pools, buffer, zero):

@@ -14,6 +14,7 @@ Its plan is made before, as ours is. SDPA's gathering is timed, as it is on the 
 """
 
 import functools
+import itertools
 import os
 import sys
 from collections.abc import Callable
@@ -45,6 +46,7 @@ def torch_sides(problem: "Problem") -> list[Side]:
 def _sdpa(problem: "Problem", num_launches: int) -> Program:
     import torch
 
+    problem.require_equal_rows()
     cell = problem.cell
     q = as_tensor(problem.q).reshape(cell.batch, -1, 1, cell.head_dim)
     blocks = as_tensor(problem.block_table).reshape(-1)
@@ -69,12 +71,12 @@ def _flashinfer(problem: "Problem", backend: str, use_tensor_cores: bool, num_la
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
         workspace, "HND", use_tensor_cores=use_tensor_cores, backend=backend
     )
-    num_indices = cell.batch * cell.num_columns
+    num_held = [length // cell.block_size for length in cell.lens]
     # cuDNN reads the table itself, which must stay where a graph found it.
     options = {"block_tables": table} if backend == "cudnn" else {}
     wrapper.plan(
-        torch.arange(0, num_indices + 1, cell.num_columns, dtype=torch.int32),
-        table.reshape(-1),
+        torch.tensor([0, *itertools.accumulate(num_held)], dtype=torch.int32),
+        as_tensor(problem.held_blocks),
         torch.full((cell.batch,), cell.block_size, dtype=torch.int32),
         cell.num_kv_heads * cell.group_size,
         cell.num_kv_heads,

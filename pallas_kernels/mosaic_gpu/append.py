@@ -7,7 +7,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic_gpu.interpret import launch
-from pallas_kernels.mosaic_gpu.limits import NUM_SMS, SHARED_MEMORY, check_moved_pool
+from pallas_kernels.mosaic_gpu.limits import SHARED_MEMORY, check_moved_pool, num_sms
 from pallas_kernels.move_arguments import check_append
 
 MAX_TOKENS_PER_CTA = 8
@@ -112,4 +112,4 @@ def append_kv(
 def _tokens_per_cta(num_tokens: int, token_bytes: int) -> int:
     """One while all CTAs run side by side, then more, so that few transfers read what many write."""
     most = min(MAX_TOKENS_PER_CTA, max(1, MAX_CTA_BYTES // token_bytes))
-    return max(1, min(num_tokens // (NUM_SMS * _CTAS_PER_SM), most))
+    return max(1, min(num_tokens // (num_sms() * _CTAS_PER_SM), most))

@@ -49,7 +49,7 @@ from pallas_kernels.mosaic_gpu.lanes import (
     result_shapes,
     write_results,
 )
-from pallas_kernels.mosaic_gpu.limits import DECODED, NUM_SMS, why_not_block, why_not_pool
+from pallas_kernels.mosaic_gpu.limits import DECODED, num_sms, why_not_block, why_not_pool
 from pallas_kernels.mosaic_gpu.merge import merge_items
 from pallas_kernels.mosaic_gpu.tiles import tiled
 
@@ -109,11 +109,10 @@ def paged_decode(
     inputs = [q.astype(k_pool.dtype), k_pool, v_pool, block_table, plan.items, layer]
     if sink_logits is not None:
         inputs.append(_sinks_of_lanes(sink_logits.astype(jnp.float32) * _LOG2_E, tiling))
-    num_parts = plan.items.shape[0]
-    can_split = num_parts > num_rows
+    num_items, can_split = plan.items.shape[0], plan.num_parts > 0
     results = result_shapes(q.shape, tiling, out_dtype)
     if can_split:
-        results += result_shapes((num_parts, *q.shape[1:]), tiling, jnp.float32)
+        results += result_shapes((plan.num_parts, *q.shape[1:]), tiling, jnp.float32)
 
     ring = plgpu.SMEM((STAGES, TILE_ROWS, head_dim), k_pool.dtype, transforms=tiled(head_dim, 2))
     ring_barrier = plgpu.Barrier(num_barriers=STAGES, num_arrivals=tiling.pieces_per_tile)
@@ -133,7 +132,7 @@ def paged_decode(
         cost=_cost(q, k_pool, block_table),
         interpret=interpret,
         out_type=results,
-        grid=(num_parts * tiling.num_lane_tiles * num_heads,),
+        grid=(num_items * tiling.num_lane_tiles * num_heads,),
         grid_names=("program",),
         kernel_name="paged_decode",
         scratch_types=scratch,
@@ -141,7 +140,7 @@ def paged_decode(
     )(*inputs)
     if can_split:
         part_out, part_lse = parts
-        out, lse = merge_items(out, lse, part_out, part_lse, plan.first_item, tiling, interpret=interpret)
+        out, lse = merge_items(out, lse, part_out, part_lse, plan.first_part, tiling, interpret=interpret)
     if out.ndim == 4:
         out = as_queries(out.swapaxes(2, 3), tiling)
     return out, as_queries(lse, tiling)
@@ -176,7 +175,7 @@ def plan_for(
             f"least 1, at most {MAX_QUERIES} queries and a group of at most {MAX_GROUP_SIZE}"
         )
     tiling = tiling_of(num_queries, group_size, head_dim, block_size)
-    num_programs = NUM_SMS * programs_per_sm(tiling, head_dim)
+    num_programs = num_sms() * programs_per_sm(tiling, head_dim)
     if interpret:
         num_programs = _INTERPRETED_PROGRAMS
     num_parallel = num_programs // (num_heads * tiling.num_lane_tiles)
@@ -184,13 +183,13 @@ def plan_for(
 
 
 def _check_plan(plan: DecodePlan, num_rows: int) -> None:
-    items, first_item = plan
+    items, first_part = plan
     is_items = items.ndim == 2 and items.shape[0] >= num_rows and items.shape[1] == len(Item)
-    is_int32 = items.dtype == first_item.dtype == jnp.int32
-    if not (is_items and is_int32) or first_item.shape != (num_rows + 1,):
+    is_int32 = items.dtype == first_part.dtype == jnp.int32
+    if not (is_items and is_int32) or first_part.shape != (num_rows + 1,):
         raise ValueError(
-            f"the plan has items {items.dtype}{items.shape} and first_item {first_item.dtype}"
-            f"{first_item.shape}, expected int32 of at least ({num_rows}, {len(Item)}) and of "
+            f"the plan has items {items.dtype}{items.shape} and first_part {first_part.dtype}"
+            f"{first_part.shape}, expected int32 of at least ({num_rows}, {len(Item)}) and of "
             f"({num_rows + 1},): `plan_for` with the same rows"
         )
 
@@ -250,7 +249,7 @@ def _decode(
         num_queries,
         first_tile,
         num_tiles,
-        is_part,
+        part,
     ) = (items_ref[item, column] for column in Item)
     block_size, head_dim = k_ref.shape[2:]
     first_query = lane_tile * tiling.queries_per_tile
@@ -370,8 +369,8 @@ def _decode(
         out = jnp.where(per_lane(is_empty, head_dim), 0.0, out / per_lane(total, head_dim))
         lse_smem[...] = jnp.where(is_empty, -jnp.inf, (peak + jnp.log2(total)) / _LOG2_E)
         if can_split:
-            pl.when(is_part == 1)(lambda: write(out, results[2:], item))
-            pl.when(is_part == 0)(lambda: write(out, results[:2], row))
+            pl.when(part >= 0)(lambda: write(out, results[2:], part))
+            pl.when(part < 0)(lambda: write(out, results[:2], row))
         else:
             write(out, results, row)
 

@@ -1,7 +1,7 @@
 """How a decode is cut into work: statically into tiles, and on the device, once per step, into items.
 
-One program computes one key/value head of one item: a run of tiles of one row. Where there are too few rows
-to fill the GPU, rows are split into several items, and `merge_items` puts their results together.
+One program computes one key/value head of one item: a run of tiles of one row. Where rows are too few or too
+unequal to fill the GPU, they are split into several items, and `merge_items` puts their results together.
 """
 
 import dataclasses
@@ -95,7 +95,7 @@ class Item(enum.IntEnum):
     NUM_QUERIES = 5
     FIRST_TILE = 6
     NUM_TILES = 7
-    IS_PART = 8  # 1: of a row that has several items
+    PART = 8  # among the parts of all split rows; -1: the item is a whole row
 
 
 class DecodePlan(NamedTuple):
@@ -103,23 +103,25 @@ class DecodePlan(NamedTuple):
 
     Attributes:
       items: i32[num_items, len(Item)].
-      first_item: i32[r + 1]; row `i` has the items `[first_item[i], first_item[i + 1])`, at least one.
+      first_part: i32[r + 1]; the items of row `i` are the parts `[first_part[i], first_part[i + 1])`, none if
+        it is one item.
     """
 
     items: jax.Array
-    first_item: jax.Array
+    first_part: jax.Array
 
-
-def num_items_of(num_rows: int, num_parallel: int) -> int:
-    """Items of a plan: all rows, or as many as run side by side."""
-    return max(num_rows, num_parallel)
+    @property
+    def num_parts(self) -> int:
+        """Parts that there may be: a split row has at most two for each item more than one."""
+        num_items, num_rows = self.items.shape[0], self.first_part.shape[0] - 1
+        return min(num_items, 2 * (num_items - num_rows))
 
 
 def plan_decode(rows: DecodeRows, tiling: Tiling, *, num_columns: int, num_parallel: int) -> DecodePlan:
     """Cuts the rows into items.
 
-    Rows are split, evenly, if there are fewer of them than items that run side by side: into the shortest
-    runs of tiles (at least 256 tokens, in steps of an eighth) with which all run side by side.
+    Rows are split, evenly, into the shortest runs of tiles (at least 256 tokens, in steps of an eighth) of
+    which there are no more than `_max_items`.
 
     Args:
       rows: Who asks.
@@ -127,24 +129,28 @@ def plan_decode(rows: DecodeRows, tiling: Tiling, *, num_columns: int, num_paral
       num_columns: Columns of the block table.
       num_parallel: Items whose programs, one for each key/value head and lane tile, run side by side.
     """
-    num_rows = rows.table_row.shape[0]
+    num_rows, max_tiles = rows.table_row.shape[0], _num_tiles(num_columns, tiling)
     num_tiles = _num_tiles(rows.num_columns, tiling)
-    item = jnp.arange(num_items_of(num_rows, num_parallel), dtype=jnp.int32)
-    if num_parallel <= num_rows:  # each row is an item: nothing to look for
-        num_splits, row, is_item = jnp.ones_like(num_tiles), item, item >= 0
-        first_item = jnp.arange(num_rows + 1, dtype=jnp.int32)
+    num_items = num_rows if max_tiles <= _MIN_SPLIT_TILES else _max_items(num_rows, num_parallel)
+    item = jnp.arange(num_items, dtype=jnp.int32)
+    if num_items == num_rows:  # each row is an item: nothing to look for
+        num_splits, row, is_item, first_item = jnp.ones_like(num_tiles), item, item >= 0, item
+        first_part = jnp.zeros(num_rows + 1, jnp.int32)
     else:
-        run = jnp.asarray(_run_lengths(_num_tiles(num_columns, tiling)))
+        run = jnp.asarray(_run_lengths(max_tiles))
         splits = jnp.maximum(1, -(-num_tiles[None] // run[:, None]))  # [runs, r]
-        fits = splits.sum(axis=1) <= num_parallel
+        fits = splits.sum(axis=1) <= num_items
         num_splits = splits.at[jnp.argmax(fits)].get(mode="promise_in_bounds")
-        last_item = jnp.cumsum(num_splits, dtype=jnp.int32)
-        first_item = jnp.concatenate([jnp.zeros(1, jnp.int32), last_item])
-        row = jnp.searchsorted(last_item, item, side="right", method="compare_all").astype(jnp.int32)
+        counts = jnp.stack([num_splits, jnp.where(num_splits > 1, num_splits, 0)])
+        ends = jnp.cumsum(counts, axis=1, dtype=jnp.int32)  # of each row's items, and of its parts
+        first_item = ends[0] - num_splits
+        first_part = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[1]])
+        row = jnp.searchsorted(ends[0], item, side="right", method="compare_all").astype(jnp.int32)
         is_item = row < num_rows
         row = jnp.where(is_item, row, 0)
     run_len = -(-num_tiles // num_splits)
-    first_tile = (item - first_item[row]) * run_len[row]
+    nth = item - first_item[row]
+    first_tile = nth * run_len[row]
     reads = rows.num_columns[row] > 0  # other rows may have anything in the table's indices
     columns = {
         Item.ROW: jnp.where(is_item, row, -1),
@@ -155,9 +161,22 @@ def plan_decode(rows: DecodeRows, tiling: Tiling, *, num_columns: int, num_paral
         Item.NUM_QUERIES: rows.num_queries[row],
         Item.FIRST_TILE: first_tile,
         Item.NUM_TILES: jnp.clip(num_tiles[row] - first_tile, 0, run_len[row]),
-        Item.IS_PART: (num_splits[row] > 1).astype(jnp.int32),
+        Item.PART: jnp.where(num_splits[row] > 1, first_part[row] + nth, -1),
     }
-    return DecodePlan(jnp.stack([columns[name] for name in Item], axis=1), first_item)
+    return DecodePlan(jnp.stack([columns[name] for name in Item], axis=1), first_part)
+
+
+def _max_items(num_rows: int, num_parallel: int) -> int:
+    """Returns the most items, so that no long one is left when all others are done.
+
+    Fewer rows than items that run side by side are cut into so many, or where that leaves room for few parts,
+    half as many more than rows: a second wave of short parts costs less than to wait for a long one. As many
+    rows or more fill the GPU in any case, and parts for one and a half waves fill the gaps that whole rows
+    leave at the end.
+    """
+    if num_parallel <= num_rows:
+        return num_rows + num_parallel + num_parallel // 2
+    return max(num_parallel, num_rows + num_parallel // 2)
 
 
 def _num_tiles(num_columns, tiling: Tiling):

@@ -3,7 +3,7 @@
 import jax
 
 NUM_SMS = 132
-"""Of an H100 or H200 on SXM; on a chip with fewer the kernels are as correct."""
+"""Of an H100 or H200 on SXM."""
 SHARED_MEMORY = 227 * 1024
 """Bytes of an SM that the CTAs on it share."""
 REGISTERS = 64 * 1024
@@ -12,6 +12,18 @@ HEAD_DIMS = (64, 128, 256)
 MAX_BLOCK_SIZE = 512
 DECODED = ("bfloat16", "float16")
 MOVED = (*DECODED, "float32")
+
+
+def num_sms() -> int:
+    """Counts the SMs of the GPU that is traced for: the mesh's, or jax's first; of an H200 if neither is one.
+
+    On a chip with more or fewer the kernels are as correct.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None and device.num_cores and device.platform in ("gpu", "cuda"):
+        return device.num_cores
+    device = jax.local_devices()[0]
+    return device.core_count if device.platform == "gpu" else NUM_SMS
 
 
 def why_not_pool(pool: jax.Array, dtypes: tuple[str, ...]) -> str | None:

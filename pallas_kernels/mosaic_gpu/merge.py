@@ -55,11 +55,11 @@ def merge_attention(
     outs, lses = (x.astype(jnp.float32) for x in (outs, lses))
     outs = jnp.pad(outs.reshape(num_parts, 1, num_lanes, head_dim), ((0, 0), (0, 0), padding, (0, 0)))
     lses = jnp.pad(lses.reshape(num_parts, 1, num_lanes), ((0, 0), (0, 0), padding))
-    outs, first_item = outs.swapaxes(2, 3), jnp.array([0, num_parts], jnp.int32)
+    outs, first_part = outs.swapaxes(2, 3), jnp.array([0, num_parts], jnp.int32)
     tile_lanes = min(_MAX_LANES, lses.shape[2])
     num_tiles = lses.shape[2] // tile_lanes
     tiling = LaneTiling(num_tiles, tile_lanes, 1, tile_lanes, num_tiles)
-    out, lse = _merge(outs[:1], lses[:1], outs, lses, first_item, tiling, min_parts=1, interpret=interpret)
+    out, lse = _merge(outs[:1], lses[:1], outs, lses, first_part, tiling, interpret=interpret)
     return out[0, 0, :, :num_lanes].T.reshape(*shape, head_dim), lse[0, 0, :num_lanes].reshape(shape)
 
 
@@ -68,7 +68,7 @@ def merge_items(
     lse: jax.Array,
     part_out: jax.Array,
     part_lse: jax.Array,
-    first_item: jax.Array,
+    first_part: jax.Array,
     tiling: LaneTiling,
     *,
     interpret: bool = False,
@@ -78,25 +78,25 @@ def merge_items(
     Args:
       out: See `lanes.result_shapes`; holds the rows that are whole.
       lse: Likewise.
-      part_out: f32[num_items, h, d, lanes], holds the items of split rows.
-      part_lse: f32[num_items, h, lanes].
-      first_item: i32[r + 1], see `DecodePlan`.
+      part_out: f32[num_parts, h, d, lanes], the parts of split rows.
+      part_lse: f32[num_parts, h, lanes].
+      first_part: i32[r + 1], see `DecodePlan`.
       tiling: Of the queries.
       interpret: Run on the CPU, and look for races.
 
     Returns:
       `out` and `lse` with all rows, in place.
     """
-    return _merge(out, lse, part_out, part_lse, first_item, tiling, min_parts=2, interpret=interpret)
+    return _merge(out, lse, part_out, part_lse, first_part, tiling, interpret=interpret)
 
 
 def _merge(
-    out, lse, part_out, part_lse, first_item, tiling: LaneTiling, *, min_parts: int, interpret: bool
+    out, lse, part_out, part_lse, first_part, tiling: LaneTiling, *, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:
     _, num_heads, head_dim, _ = part_out.shape
     out_ref, lse_ref = jax.new_ref(out), jax.new_ref(lse)
     launch(
-        functools.partial(_merge_row, tiling, min_parts),
+        functools.partial(_merge_row, tiling),
         cost=pl.CostEstimate(
             flops=3 * part_out.size,
             transcendentals=2 * part_lse.size,
@@ -115,27 +115,26 @@ def _merge(
             barrier=plgpu.Barrier(num_barriers=_STAGES, num_arrivals=2),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(out_ref, lse_ref, part_out, part_lse, first_item)
+    )(out_ref, lse_ref, part_out, part_lse, first_part)
     return out_ref[...], lse_ref[...]
 
 
 def _merge_row(
     tiling: LaneTiling,
-    min_parts: int,
     out_ref,
     lse_ref,
     part_ref,
     part_lse_ref,
-    first_item_ref,
+    first_part_ref,
     *,
     part_smem,
     part_lse_smem,
     barrier,
 ) -> None:
-    """One row, lane tile and key/value head; nothing, where the row has fewer parts."""
+    """One row, lane tile and key/value head; nothing, where the row has no parts."""
     _, num_heads, head_dim, _ = part_ref.shape
     row, lane_tile, head = unflatten(lax.axis_index("program"), tiling.num_lane_tiles, num_heads)
-    first, end = first_item_ref[row], first_item_ref[row + 1]
+    first, end = first_part_ref[row], first_part_ref[row + 1]
     num_lanes = tiling.num_lanes
     lanes, lanes_of_slot = pl.ds(lane_tile * num_lanes, num_lanes), pl.ds(0, num_lanes)
     layout = plgpu.Layout.WGMMA
@@ -167,7 +166,7 @@ def _merge_row(
         part_out = jnp.where(per_lane(weight) > 0, part_out * per_lane(weight), 0.0)  # it may be NaN
         return out * per_lane(decay) + part_out, new_peak, total * decay + weight
 
-    @pl.when(end - first >= min_parts)
+    @pl.when(end > first)
     def _():
         for i in range(_STAGES):
             pl.when(first + i < end)(functools.partial(fetch, first + i))

@@ -70,12 +70,11 @@ def failures(hlo: str, memory: Any, largest: int, num_launches: int, alias_bytes
 
 
 def zeros_problem(cell: Cell, num_buffers: int) -> Problem:
-    order = np.random.default_rng(0).permutation(cell.num_blocks).astype(np.int32)
+    table, _ = kernel_speed_problem.make_table(cell)
     shape = (num_buffers * cell.num_blocks, cell.num_kv_heads, cell.block_size, cell.head_dim)
     pool = jnp.zeros(shape, jnp.bfloat16)
     q = jnp.zeros((cell.batch, cell.num_kv_heads, cell.group_size, cell.head_dim), jnp.bfloat16)
-    table = jnp.asarray(order[: cell.batch * cell.num_columns].reshape(cell.batch, -1))
-    return Problem(cell, num_buffers, q, pool, pool, table)
+    return Problem(cell, num_buffers, q, pool, pool, jnp.asarray(table))
 
 
 def loops() -> Iterator[tuple[str, timing.Side, int, int, int]]:

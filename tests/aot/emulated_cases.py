@@ -34,10 +34,10 @@ MERGES = {
 }
 TOLERANCES = {"bfloat16": 5e-3, "float16": 5e-4}
 """Of what decodes give: weights are rounded to the pools' dtype before they meet the values."""
-SMALL_GPU: dict[Any, dict[str, int]] = {
-    decode: dict(NUM_SMS=1),
-    append: dict(NUM_SMS=1, _CTAS_PER_SM=1),
-    move_blocks: dict(NUM_SMS=1, MAX_CTAS_PER_SM=2, MAX_STAGES=3, MAX_CHUNK_BYTES=2048),
+SMALL_GPU: dict[Any, dict[str, Any]] = {
+    decode: dict(num_sms=lambda: 1),
+    append: dict(num_sms=lambda: 1, _CTAS_PER_SM=1),
+    move_blocks: dict(num_sms=lambda: 1, MAX_CTAS_PER_SM=2, MAX_STAGES=3, MAX_CHUNK_BYTES=2048),
 }
 """Of modules: a GPU on which only long rows are split into several items, and rings go round."""
 

@@ -257,12 +257,13 @@ def test_without_a_gpu_it_says_so(tmp_path, capsys):
 
 def test_every_cell_is_there_once_and_the_important_ones_first():
     cells = all_cells()
-    assert len(cells) == len(set(cells)) == 4 * 3 * 3 * 3
-    assert {cell.batch for cell in cells} == {1, 8, 32, 128}
-    assert {cell.context for cell in cells} == {1024, 8192, 32768}
+    assert len(cells) == len(set(cells)) == 4 * 3 * 3 * 3 + 5
+    equal = [cell for cell in cells if cell not in kernel_speed_cells.PLANNED]
+    assert {cell.batch for cell in equal} == {1, 8, 32, 128}
+    assert {cell.context for cell in equal} == {1024, 8192, 32768}
     assert {(cell.group_size, cell.block_size) for cell in cells[:4]} == {(4, 16)}
     is_small = [cell.kv_bytes < kernel_speed_cells.LARGE_BYTES for cell in cells]
-    assert is_small == sorted(is_small) and sum(is_small) == len(cells) // 2
+    assert is_small == sorted(is_small) and sum(is_small) == 4 * 3 * 3 * 3 // 2 + 1
     assert set(kernel_speed_cells.QUICK) <= set(cells)
 
 
@@ -273,6 +274,22 @@ def test_the_bytes_of_a_cell_by_hand():
     small = Cell(1, 1024, 4, 16)
     assert small.kv_bytes == 4_194_304 and small.num_buffers == 239  # just over 1 GB
     assert small.needed_bytes == 3 * 239 * 4_194_304 + 2 * 4_194_304
+
+
+def test_rows_of_a_cell_may_be_unequal():
+    cell = Cell(2, 96, 4, 16, unequal="16 and 96")
+    assert cell.name == "16 and 96, group 4, block 16" and cell.lens == (16, 96)
+    assert (cell.kv_bytes, cell.num_columns, cell.num_blocks) == (2 * 112 * 8 * 128 * 2, 6, 7 + 2)
+    problem = make_problem(cell, num_buffers=1)
+    held = problem.held_blocks
+    assert problem.rows.num_columns.tolist() == [1, 6] and len(set(held.tolist())) == 7
+    assert problem.block_table[:, 0].tolist() == [held[0], held[1]]
+    with pytest.raises(NotImplementedError, match="rows of one length alone"):
+        problem.require_equal_rows()
+    make_problem(Cell(2, 32, 4, 16), num_buffers=1).require_equal_rows()
+    long = [cell for cell in all_cells() if cell.unequal]
+    assert {len(cell.lens) for cell in long} == {64, 128}
+    assert all(length % 128 == 0 and max(cell.lens) == cell.context for cell in long for length in cell.lens)
 
 
 def test_the_bytes_of_a_step_by_hand():
@@ -384,7 +401,7 @@ def test_every_entry_has_a_name_before_anything_is_made():
     """Nothing here has a GPU; and what does not fit is not tried."""
     jobs = kernel_speed_entries.Entries(FakeDevice(), is_quick=False, interpret=False)
     names = jobs.names
-    assert len(names) == len(set(names)) == 3 + 4 * 3 * 3 * 3 + 6 + 2
+    assert len(names) == len(set(names)) == 3 + 4 * 3 * 3 * 3 + 5 + 6 + 2
     first = [kind for kind, _ in names[:17]]
     assert first == ["entries"] * 3 + ["decodes"] * 6 + ["moves"] * 6 + ["steps"] * 2
     with pytest.raises(kernel_speed_entries.NoRoomError, match="needs 86 GB, and 60 GB may be used"):

@@ -80,9 +80,6 @@ def make_torch(has_cuda=True, capability=(9, 0)):
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         return Tensor(attended(query.values[:, :, 0], *tokens, scale)[:, :, None], query.device)
 
-    def arange(start, end, step=1, *, dtype=None, device="cpu"):
-        return Tensor(np.arange(start, end, step, dtype), device)
-
     torch.launch = launch
     torch.from_dlpack = lambda array: Tensor(array, "cuda:0")
     torch.zeros = lambda size, *, dtype, device="cpu": Tensor(np.zeros(size, dtype), device)
@@ -91,7 +88,7 @@ def make_torch(has_cuda=True, capability=(9, 0)):
     )
     torch.empty_like = lambda x: Tensor(np.full(x.shape, np.nan, x.dtype), x.device)
     torch.index_select = lambda input, dim, index: Tensor(input.values.take(index.values, dim), input.device)
-    torch.arange = arange
+    torch.tensor = lambda data, *, dtype=None, device="cpu": Tensor(np.array(data, dtype), device)
     torch.nn = types.SimpleNamespace(functional=types.SimpleNamespace(scaled_dot_product_attention=sdpa))
     torch.cuda = types.SimpleNamespace(
         is_available=lambda: has_cuda,

@@ -10,11 +10,15 @@ TOKEN = 8 * 128 * 2  # bytes of all heads
 BLOCK = 16 * TOKEN
 # Of each kernel the bytes that it reads and writes.
 GPU = {
-    "decode_128_rows_group_1": {"paged_decode": 2 * 128 * 8192 * TOKEN},
-    # 49 items run side by side: three programs of 8 heads on each of 132 SMs. Parts have 8 lanes in float32.
+    # 49 items run side by side: three programs of 8 heads on each of 132 SMs. Parts have 8 lanes in float32:
+    # two for each item more than rows, of which there are 49 and half of 49, or for fewer rows half of 49.
+    "decode_128_rows_group_1": {
+        "paged_decode": 2 * 128 * 8192 * TOKEN,
+        "merge_attention": (2 * 73 * 8 * 4 + 128 * 1 * 2) * 8 * 128,
+    },
     "decode_32_rows_group_4": {
         "paged_decode": 2 * 32 * 8192 * TOKEN,
-        "merge_attention": (49 * 8 * 4 + 32 * 4 * 2) * 8 * 128,
+        "merge_attention": (2 * 24 * 8 * 4 + 32 * 4 * 2) * 8 * 128,
     },
     "merge_5_lanes_head_192": {"merge_attention": (3 + 1) * 8 * 192 * 4},
     "append_64": {"append_kv": 2 * 2 * 64 * TOKEN},

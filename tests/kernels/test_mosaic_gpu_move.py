@@ -42,7 +42,7 @@ def small_rings(monkeypatch):
     monkeypatch.setattr(move_blocks, "MAX_CHUNK_BYTES", 2048)
     monkeypatch.setattr(move_blocks, "MAX_STAGES", 3)
     monkeypatch.setattr(move_blocks, "MAX_CTAS_PER_SM", 2)
-    monkeypatch.setattr(move_blocks, "NUM_SMS", 1)
+    monkeypatch.setattr(move_blocks, "num_sms", lambda: 1)
 
 
 def random(rng, dtype, *shape):

@@ -1,0 +1,87 @@
+"""The GPU's decode plan fills the GPU, by the model of `fluid_model`; the bars are percent of its ceiling."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.decode_rows import DecodeRows
+from pallas_kernels.mosaic_gpu import limits
+from pallas_kernels.mosaic_gpu.decode_budget import programs_per_sm
+from pallas_kernels.mosaic_gpu.decode_plan import TILE_ROWS, Item, plan_decode, tiling_of
+from tests.kernels.fluid_model import Gpu, of_ceiling
+
+NUM_HEADS, GROUP_SIZE, BLOCK_SIZE = 8, 4, 16
+H200, H20 = (132, 4200.0), (78, 4000.0)
+PROGRAM_GB_PER_S = {128: 40.0, 64: 24.0}
+K = 1024
+LOG_NORMAL = [int(x) for x in np.clip(np.random.default_rng(1).lognormal(8, 1, 128), 64, 128 * K)]
+ONE_LONG = [K] * 63 + [128 * K]
+
+
+def tiles_of(lens: list[int], head_dim: int, num_sms: int) -> tuple[np.ndarray, int]:
+    """Tiles of each item of the plan, in order, and the programs that run side by side."""
+    tiling = tiling_of(1, GROUP_SIZE, head_dim, BLOCK_SIZE)
+    num_slots = num_sms * programs_per_sm(tiling, head_dim)
+    num_columns = jnp.asarray([-(-length // BLOCK_SIZE) for length in lens], jnp.int32)
+    order = jnp.arange(len(lens), dtype=jnp.int32)
+    rows = DecodeRows(order, order * 0, num_columns, num_columns * BLOCK_SIZE - 1, order * 0 + 1)
+    sizes = dict(num_columns=max(lens) // BLOCK_SIZE + 1, num_parallel=num_slots // NUM_HEADS)
+    items = np.asarray(jax.jit(lambda rows: plan_decode(rows, tiling, **sizes).items)(rows))
+    return items[items[:, Item.ROW] >= 0, Item.NUM_TILES], num_slots
+
+
+@pytest.mark.parametrize(
+    "lens, head_dim, device, least",
+    [
+        pytest.param(ONE_LONG, 128, H200, 93, id="63 x 1k + 1 x 128k"),
+        pytest.param([K] * 47 + [128 * K], 128, H200, 93, id="47 x 1k + 1 x 128k"),
+        pytest.param(LOG_NORMAL, 128, H200, 95, id="128 log-normal, head_dim 128"),
+        pytest.param(LOG_NORMAL, 64, H200, 94, id="128 log-normal, head_dim 64"),
+        pytest.param([8 * K] * 50, 128, H200, 86, id="50 x 8k"),
+        pytest.param([8 * K] * 32, 128, H20, 85, id="32 x 8k on an H20"),
+        pytest.param([8 * K] * 32, 128, H200, 95.5, id="32 x 8k"),
+        pytest.param([8 * K] * 8, 128, H200, 85, id="8 x 8k"),
+        pytest.param([2 * K] * 8, 128, H200, 58.5, id="8 x 2k"),
+    ],
+)
+def test_a_plan_fills_the_gpu(lens, head_dim, device, least):
+    num_sms, gb_per_s = device
+    tiles, num_slots = tiles_of(lens, head_dim, num_sms)
+    kilobytes = np.repeat(tiles, NUM_HEADS) * (2 * TILE_ROWS * head_dim * 2 / 1e3)
+    found = 100 * of_ceiling(kilobytes, Gpu(num_slots, gb_per_s, PROGRAM_GB_PER_S[head_dim]))
+    print(f"{found:.1f}% of the ceiling, {len(tiles)} items")
+    assert least <= found <= 100
+
+
+@pytest.mark.parametrize(
+    "lens, expected",
+    [
+        ([8 * K] * 32, [128] * 32),
+        ([8 * K] * 8, [22, 22, 22, 22, 22, 18] * 8),
+        ([2 * K] * 8, [6, 6, 6, 6, 6, 2] * 8),
+        ([20 * BLOCK_SIZE] * 2, [3, 2] * 2),  # runs of less than four tiles do not pay
+        ([4 * TILE_ROWS] * 3, [4] * 3),
+    ],
+)
+def test_equal_rows_that_fit_are_cut_into_runs_that_all_run_side_by_side(lens, expected):
+    tiles, _ = tiles_of(lens, 128, 132)
+    assert tiles.tolist() == expected
+
+
+def test_a_table_of_few_tiles_is_never_split():
+    """There is nothing to look for, no partial result and no merge."""
+    order = jnp.arange(3, dtype=jnp.int32)
+    rows = DecodeRows(order, order, order + 1, order, order)
+    plan = plan_decode(rows, tiling_of(1, 4, 128, 16), num_columns=16, num_parallel=49)
+    assert plan.items.shape[0] == 3 and plan.num_parts == 0
+    assert plan.items[:, Item.PART].tolist() == [-1] * 3 and plan.first_part.tolist() == [0] * 4
+
+
+def test_the_first_gpu_says_how_many_sms_it_has(monkeypatch):
+    assert limits.num_sms() == 132  # there is no GPU
+    device = types.SimpleNamespace(platform="gpu", core_count=114)
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    assert limits.num_sms() == 114
