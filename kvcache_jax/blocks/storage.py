@@ -226,7 +226,7 @@ def _copy_all(cache: Cache, copies: Mapping[int, BlockCopies]) -> Cache:
     config, pools = cache.config, list(cache.pools)
     for g, copied in copies.items() if pools else ():
         group = config.groups[g]
-        if not group.arrays:
+        if not group.arrays or group.span.is_written_once:
             continue
         backend = choose(config, None, pools[g], group)
         pool = reverse_mode_only("blocks that are copied", as_varied(pools[g], copied))

@@ -28,8 +28,9 @@ class Snapshots:
         reach: another prompt parted there, and the next one may part there too.
       at_prompt_end: Keep the last state that a prompt's repetition can start from.
       at_end: Keep the last state of a row that `commit(is_end=)` publishes, from which conversations go on.
-      every: Keep the state after each multiple of so many tokens, too, that a row still holds when it is
-        committed: of its last step, where many steps lie between two commits.
+      every: Keep the state after each multiple of so many tokens, too, that the step before a `commit`
+        passed: a row has room for no more. The engine commits each step; `generate` each call of the model on
+        prompts, and an answer at its end.
       max_bytes: Bytes for snapshots beside the states of the rows, where a layer's `num_blocks` does not say
         it. Default: as many as the rows may take.
       eviction: The state to evict first: "unwanted", one that no prompt asked for, such as the end of an

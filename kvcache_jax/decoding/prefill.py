@@ -20,7 +20,6 @@ from kvcache_jax.attention.attention_plan import plan_attention
 from kvcache_jax.core.state import Cache, Step
 from kvcache_jax.core.status import Status
 from kvcache_jax.decoding.forward import Forward, width_of
-from kvcache_jax.decoding.host import row_list
 from kvcache_jax.decoding.prompts import KEEP_ALL, Retention
 from kvcache_jax.decoding.sampling import are_numbers
 from kvcache_jax.layers.span import ceil_div
@@ -72,13 +71,13 @@ def prefill(
     is_scoring: bool = False,
     retention: Retention = KEEP_ALL,
 ) -> tuple[Cache, FeedResult]:
-    """Feeds prompts as `feed` does; with prefix caching commits those whose last logits are numbers."""
+    """Feeds prompts as `feed` does; with prefix caching commits after each call.
+
+    In the next one windows and states leave. What gave logits that are no numbers is not published.
+    """
     options: dict[str, Any] = dict(prefill_len=prefill_len, is_scoring=is_scoring, retention=retention)
-    cache, fed = feed(forward, params, cache, history, length, **options)
-    if cache.config.enable_prefix_caching and length.any():
-        rows = row_list(np.flatnonzero(length).tolist(), cache.max_seqs)
-        cache, _ = commit(cache, _with_numbers(fed.logits, rows), is_end=False)
-    return cache, fed
+    is_caching = cache.config.enable_prefix_caching
+    return feed(forward, params, cache, history, length, commits=is_caching, **options)
 
 
 def feed(
@@ -91,6 +90,7 @@ def feed(
     prefill_len: int,
     is_scoring: bool = False,
     retention: Retention = KEEP_ALL,
+    commits: bool = False,
 ) -> tuple[Cache, FeedResult]:
     """Feeds rows from their `context_len` to their `length` i32[max_seqs]; the cache is donated.
 
@@ -109,6 +109,10 @@ def feed(
         logits = _with_ends(logits, ends, pieces.last_of)
         if scored is not None:
             scores.append((pieces, scored))
+        if commits:
+            goes_on = np.append(pieces.rows[:-1] == pieces.rows[1:], False)
+            rows = np.where(goes_on, max_seqs, pieces.rows)
+            cache, _ = commit(cache, _with_numbers(ends, rows, max_seqs), is_end=False)
     return cache, FeedResult(jnp.asarray(logits), jnp.asarray(status), scores)
 
 
@@ -240,8 +244,7 @@ def _with_ends(logits: jax.Array, ends: jax.Array, rows: jax.Array) -> jax.Array
     return jnp.asarray(logits).at[rows].set(ends, mode="drop")
 
 
-@jax.jit
-def _with_numbers(logits: jax.Array, rows: jax.Array) -> jax.Array:
-    """Keeps the `rows` i32[n] that a token can be drawn for; `max_seqs` replaces the others."""
-    max_seqs = logits.shape[0]
-    return jnp.where(are_numbers(get_at(logits, rows, 0.0)), rows, max_seqs).astype(jnp.int32)
+@functools.partial(jax.jit, static_argnames="max_seqs")
+def _with_numbers(logits: jax.Array, rows: jax.Array, max_seqs: int) -> jax.Array:
+    """Keeps the `rows` i32[n] whose logits f32[n, vocab] are numbers; `max_seqs` replaces the others."""
+    return jnp.where(are_numbers(logits), rows, max_seqs).astype(jnp.int32)

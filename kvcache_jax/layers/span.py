@@ -34,6 +34,8 @@ class Span:
 
     is_read_later = False
     """Whether what a step stores is read by later steps alone, so that it stores no more than they read."""
+    is_written_once = False
+    """Whether one step stores all that a block holds, so that rows which share it never copy it."""
     is_in_prefix = True
     """Whether a cached prefix needs blocks of such layers."""
 

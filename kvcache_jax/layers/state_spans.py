@@ -45,6 +45,8 @@ class Points(LaterSpan):
     The last point before the next token stays, and those that it reads after a rollback.
     """
 
+    is_written_once = True
+
     def num_prefix_blocks(self, block_size: int) -> int:
         """Counts the point at a prefix's end."""
         return 1

@@ -239,7 +239,10 @@ def hold_and_take(
       The control state; and per layer group i32[n, C], the blocks held, or nowhere.
     """
     if control.prefix_index is not None:
-        pools = tuple(block_pool.reuse(*pair) for pair in zip(control.block_pools, hits, strict=True))
+        pools = tuple(
+            block_pool.reuse(pool, ids) if group.span.is_in_prefix else pool
+            for pool, ids, group in zip(control.block_pools, hits, config.groups, strict=True)
+        )
         control = dataclasses.replace(control, block_pools=pools)
         control = config.keeper.hold(control, hits, config)
         needs = {g: jnp.sum(num_blocks, dtype=jnp.int32) for g, num_blocks in enumerate(num_needed)}

@@ -160,7 +160,10 @@ def commit_rows(
 
     is_cut = jnp.zeros_like(num_full, bool)
     # A block that is published here is queued at its last release, which does not check for room.
-    pools = tuple(block_pool.sweep_queue(pool, pending.num_blocks > 0) for pool in control.block_pools)
+    pools = tuple(
+        block_pool.sweep_queue(pool, pending.num_blocks > 0) if group.span.is_in_prefix else pool
+        for pool, group in zip(control.block_pools, config.groups, strict=True)
+    )
     state = dataclasses.replace(control, block_pools=pools), is_cut, pending.num_blocks & 0
     control, *_ = lax.while_loop(lambda state: state[2] < pending.num_blocks, publish_some, state)
     if control.marks is not None:

@@ -25,7 +25,8 @@ OK = kv.Status.OK
 
 
 def config_of(kind):
-    """Of all properties of the kind, with prefix caching unless that is refused."""
+    """Of all properties of the kind, with prefix caching unless that is refused; all states are kept."""
+    has_states = any(isinstance(layer, kv.Recurrent) for layer in kind.layers)
     return kv.CacheConfig(
         kind.layers,
         num_blocks=NUM_BLOCKS,
@@ -34,6 +35,7 @@ def config_of(kind):
         max_seq_len=MAX_LEN,
         max_query_len=WIDTH,
         enable_prefix_caching=not isinstance(kind.cells.get("commit"), Refused),
+        snapshots=kv.Snapshots(every=BLOCK_SIZE) if has_states else kv.Snapshots(),
     )
 
 
@@ -42,9 +44,8 @@ def indexed_config(kind):
 
 
 def dropping_config(kind):
-    return dataclasses.replace(
-        config_of(kind), enable_prefix_caching=False, extras=[kv.compression.Dropping()]
-    )
+    options = dict(enable_prefix_caching=False, snapshots=kv.Snapshots(), extras=[kv.compression.Dropping()])
+    return dataclasses.replace(config_of(kind), **options)
 
 
 @functools.cache
@@ -64,6 +65,10 @@ def forward(params, tokens, cache, step):
     logits = 0
     for layer in range(cache.config.num_layers):
         q, k, v = jnp.split(vectors[..., layer, :, :], SPLITS, axis=-2)
+        if isinstance(cache.config.layers[layer], kv.Recurrent):
+            cache, out = kv.recurrence(cache, layer, {"token": tokens.astype(jnp.uint32)}, step)
+            logits += as_logits(out)
+            continue
         if layer not in cache.config.own_layers:
             cache, out = kv.attend(cache, layer, q, step)
             logits += out.reshape(*tokens.shape, VOCAB)
@@ -74,6 +79,11 @@ def forward(params, tokens, cache, step):
         out = jnp.pad(out, [(0, 0)] * (out.ndim - 1) + [(0, HEAD_DIM - out.shape[-1])])
         logits += out.reshape(*tokens.shape, VOCAB)
     return logits, cache
+
+
+def as_logits(numbers):
+    """Numbers from 0 to 1 from the highest bits of `u32[..., n]`, the same for each id."""
+    return jnp.sum((numbers >> 12).astype(jnp.float32), axis=-1, keepdims=True) / 2**20
 
 
 def extend_and_attend(params, cache, tokens, num_new):
@@ -117,6 +127,9 @@ def expected_logits(params, text, source, source_len, oracles, positions=None, i
     of_source = params["tokens"][source] + params["positions"][:SOURCE_WIDTH]
     logits = 0
     for layer, (owner, reads_source, oracle) in enumerate(oracles):
+        if owner is None:
+            logits += as_logits(oracle(text))
+            continue
         q, _, _ = jnp.split(vectors[:, layer], SPLITS, axis=-2)
         _, k, v = jnp.split((of_source if reads_source else vectors)[:, owner], SPLITS, axis=-2)
         out = oracle(q, k, v, source_len) if reads_source else oracle(q, k, v, is_hidden=is_hidden)
@@ -125,9 +138,12 @@ def expected_logits(params, text, source, source_len, oracles, positions=None, i
 
 
 def oracles_of(kind):
-    """Of each layer: whose keys and values it reads, whether those are of a source, and its oracle."""
+    """Of each layer: whose keys and values it reads, None for states; whether of a source; and its oracle."""
     found = []
     for i, oracle in enumerate(kind.oracles):
+        if isinstance(kind.layers[i], kv.Recurrent):
+            found.append((None, False, oracle))
+            continue
         owner = i if kind.layers[i].shared_layer is None else kind.layers[i].shared_layer
         found.append((owner, kind.layers[owner].source_len_limit is not None, oracle))
     return tuple(found)
@@ -334,7 +350,7 @@ class Rows:
     def num_held(self, row):
         """Blocks of each group that the row holds."""
         tables = (pool.block_table[row] for pool in self.cache.control.block_pools)
-        return [int((table < NUM_BLOCKS).sum()) for table in tables]
+        return [int((ids < group.num_blocks).sum()) for ids, group in zip(tables, self.groups, strict=True)]
 
     @property
     def groups(self):

@@ -10,6 +10,7 @@ from tests.kinds.kind_rows import (
     MAX_LEN,
     NUM_ROWS,
     OK,
+    WIDTH,
     Rows,
     empty,
     entries,
@@ -22,12 +23,14 @@ from tests.support.helpers import assert_invariants, assert_same, leaf_bytes, nu
 
 
 def published(kind, **options):
-    """A row of 13 tokens whose full blocks are published."""
+    """A row of 13 tokens whose full blocks are published, step by step, as states at their ends want it."""
     config = dataclasses.replace(indexed_config(kind), **options)
     rows = Rows(kind, empty(config))
-    rows.start({2: random_text(13)})
-    rows.cache, status = kv.commit(rows.cache, *entries([2]))
-    assert statuses(status)[0] == OK
+    rows.allocate({2: random_text(13)})
+    for start in range(0, 13, WIDTH):
+        rows.step({2: random_text(13)[start : start + WIDTH]})
+        rows.cache, status = kv.commit(rows.cache, *entries([2]))
+        assert statuses(status)[0] == OK
     return rows
 
 

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import kvcache_jax as kv
 from tests.kinds import rounding
 from tests.kinds.outside_kind import SideBySide
+from tests.support import hash_states
 from tests.support.dense_reference import dense_attention
 
 PROPERTIES = (
@@ -126,6 +127,26 @@ def whole_source(q, k, v, source_len):
     return jnp.einsum("hqk,khd->qhd", shares, v, precision="highest")
 
 
+def hashed(tokens):
+    """Running hashes of tokens, and sums of the last ones, u32[L, 2]."""
+
+    def step(state, token):
+        state, _ = hash_states.next_state(state, token)
+        return state, state
+
+    tokens = tokens.astype(jnp.uint32)
+    _, states = jax.lax.scan(step, jnp.uint32(0), tokens)
+    inputs, num = jnp.pad(tokens + jnp.uint32(1), (hash_states.KERNEL - 1, 0)), tokens.shape[0]
+    last = jnp.stack([inputs[i : i + num] for i in range(hash_states.KERNEL)], axis=1)
+    return jnp.stack([states, hash_states.inputs_sum(last)], axis=1)
+
+
+def recurrent(name, kind, columns, is_slow=False):
+    """A line of a recurrent kind, of whose outputs `hashed` has the columns, behind full attention."""
+    layers = FULL, kind(1, 1, max_rollback=5)
+    return Kind(name, layers, (dense, lambda tokens: hashed(tokens)[:, columns]), 5, STATES, is_slow)
+
+
 def window(**options):
     return kv.SlidingWindow(NUM_KV_HEADS, HEAD_DIM, **options)
 
@@ -152,6 +173,19 @@ NOT_MOVED = {
         NotImplementedError, "layers.* is .*, expected layers whose keys can be rotated to another"
     )
 }
+FIXED = "expected layers of keys and values: a state stands for all tokens before it"
+STATES = (
+    NOT_MOVED
+    | dict.fromkeys(("drop", "compress", "partial-hit"), Refused(NotImplementedError, FIXED))
+    | {
+        "gradient": NoMeaning("Hashes have none: tests/layers/test_recurrent_kinds.py."),
+        "rewrite": Refused(NotImplementedError, "rewrite and layers.1. is .*, expected layers"),
+        "context": Refused(
+            NotImplementedError, "layers.1. is .*, expected layers of keys and values: a state stands for all"
+        ),
+        "in-place": NoMeaning("Pools of states have the rows' shares: tests/recurrence/test_states.py."),
+    }
+)
 
 KINDS = (
     Kind("full", (FULL,), (dense,), None, STAYS),
@@ -212,6 +246,9 @@ KINDS = (
         spans_as="mix",
         stores_as="int4-rotated",
     ),
+    recurrent("points", hash_states.HashState, slice(2)),
+    recurrent("state-per-token", hash_states.StatePerToken, slice(1), is_slow=True),
+    recurrent("last-inputs", hash_states.LastInputs, slice(1, 2), is_slow=True),
 )
 
 

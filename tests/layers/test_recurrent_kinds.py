@@ -222,6 +222,18 @@ def test_gradients_pass_through_a_kind_with_padding(name):
     assert all(np.any(grad) for grad in jax.tree.leaves(grads[2]))
 
 
+def test_gradients_through_a_cache_are_refused():
+    cache, _ = kv.allocate(kv.init(config_of(["rg-lru"])), range(ROWS), [0] * ROWS)
+    new = jax.tree.map(lambda x: x[:, :3], INPUTS["rg-lru"])
+
+    def total(new):
+        _, step = kv.extend(cache, [3] * ROWS, max_new=3)
+        return kv.recurrence(cache, 1, new, step)[1].sum()
+
+    with pytest.raises(NotImplementedError, match="got a gradient through RGLRU recent layers, which have"):
+        jax.grad(total)(new)
+
+
 def test_kinds_are_exported_by_their_fields():
     config = config_of(CASES)
     assert config_from_json(config_to_json(config)) == config

@@ -1,6 +1,7 @@
 """What starts from a snapshot is equal, to the last bit, to what is computed from the beginning."""
 
 import collections
+import dataclasses
 import functools
 
 import jax
@@ -11,7 +12,7 @@ import pytest
 import kvcache_jax as kv
 
 VOCAB, WIDTH, HEADS, DIM = 17, 16, 2, 8
-RECURRENT = kv.GatedDeltaNet(num_kv_heads=HEADS, head_dim=DIM, key_dim=DIM)
+RECURRENT = kv.GatedDeltaNet(num_kv_heads=HEADS, head_dim=DIM, key_dim=DIM, max_rollback=2)
 TEXT = np.random.default_rng(0).integers(VOCAB, size=100).tolist()
 WHOLE = 70, 97
 """Prompts, beginnings of the text; others leave it earlier and keep their states there."""
@@ -59,23 +60,36 @@ def leave_at(length):
     return [[*TEXT[:length], *tail] for tail in ([VOCAB - 1] * 3, [VOCAB - 2] * 7)]
 
 
-LAYERS = [
-    pytest.param(kv.FullAttention(HEADS, DIM), id="full"),
-    pytest.param(kv.SlidingWindow(HEADS, DIM, window=20), id="window", marks=pytest.mark.slow),
+def generated(config, cache, prompts, **options):
+    """Returns the cache, the log-probabilities of what was drawn, and the tokens that were found."""
+    result = kv.generate(
+        forward, make_params(), prompts, config, max_new_tokens=4, prefill_len=48, cache=cache, **options
+    )
+    return result.cache, [each.logprobs for each in result.generations], result.num_cached_tokens
+
+
+def scored(config, cache, prompts):
+    """The same of two continuations of the last prompt."""
+    result = kv.score(
+        forward, make_params(), prompts[-1], [TEXT[:5], TEXT[-9:]], config, prefill_len=48, cache=cache
+    )
+    return result.cache, [each.tolist() for each in result.logprobs], result.num_cached_tokens
+
+
+FULL, WINDOW = kv.FullAttention(HEADS, DIM), kv.SlidingWindow(HEADS, DIM, window=20)
+LOOPS = [
+    pytest.param(generated, FULL, id="full"),
+    pytest.param(generated, WINDOW, id="window", marks=pytest.mark.slow),
+    pytest.param(functools.partial(generated, drafts=kv.decoding.Drafts(2)), FULL, id="drafts"),
+    pytest.param(scored, FULL, id="score", marks=pytest.mark.slow),
 ]
 
 
-@pytest.mark.parametrize("layer", LAYERS)
-def test_generate_draws_by_the_same_logprobs_whatever_was_hit(layer):
+@pytest.mark.parametrize(("loop", "layer"), LOOPS)
+def test_loops_draw_and_score_by_the_same_logprobs_whatever_was_hit(loop, layer):
     """In pieces that the lengths of hits are no multiples of."""
-
-    def run(cache, prompts):
-        result = kv.generate(
-            forward, make_params(), prompts, make_config(layer), max_new_tokens=4, prefill_len=48, cache=cache
-        )
-        return result.cache, [each.logprobs for each in result.generations], result.num_cached_tokens
-
-    _, want, _ = run(None, [TEXT[:n] for n in WHOLE])
+    run = functools.partial(loop, make_config(layer))
+    want = [run(None, [TEXT[:n]])[1] for n in WHOLE]
     for length in (20, 40, 60):
         cache = None
         for prompt in leave_at(length):
@@ -83,11 +97,23 @@ def test_generate_draws_by_the_same_logprobs_whatever_was_hit(layer):
         for n, logprobs in zip(WHOLE, want, strict=True):
             cache, got, num_cached = run(cache, [TEXT[:n]])
             assert num_cached == (length // 16 * 16 if n == WHOLE[0] else 64)
-            assert got == [logprobs], (length, n)
+            assert got == logprobs, (length, n)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layer", LAYERS)
+def test_beams_of_equal_prompts_are_equal_whatever_was_hit():
+    """Each goes on from forks of its own, from blocks that were adopted or computed."""
+    found = []
+    for is_caching in (True, False):
+        config = dataclasses.replace(make_config(FULL), max_seqs=4, enable_prefix_caching=is_caching)
+        options = dict(max_new_tokens=6, num_beams=2, prefill_len=48)
+        result = kv.beam_search(forward, make_params(), [TEXT[:70]] * 2, config, **options)
+        found += [[(beam.tokens, beam.logprobs) for beam in beams] for beams in result.beams]
+    assert found[0][0] != found[0][1] and found == [found[0]] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layer", [FULL, WINDOW], ids=["full", "window"])
 def test_the_engine_draws_by_the_same_logprobs_whatever_was_hit(layer):
     """Alone or beside others, whose prompts take pieces of the same steps."""
     engine = kv.Engine(forward, make_params(), make_config(layer), token_budget=26)

@@ -81,6 +81,21 @@ def test_generate_draws_the_tokens_of_whole_texts(prompts, options):
     assert int(stats.num_token_hits) >= sum((len(prompt) - 1) // BLOCK * BLOCK for prompt in prompts)
 
 
+def test_each_call_of_a_prompt_keeps_the_states_at_every_multiple(prompts):
+    """And the windows before them, which the row leaves in the next call."""
+    layers = [kv.SlidingWindow(1, 4, window=6), *LAYERS[1:]]
+    chosen = kv.Snapshots(every=BLOCK, at_junctions=False, at_prompt_end=False, at_end=False)
+    config = kv.CacheConfig(layers, **SIZES, enable_prefix_caching=True, snapshots=chosen)
+    run = functools.partial(kv.generate, forward, (), config=config, max_new_tokens=2, prefill_len=16)
+    text = prompts[1]
+    cache, found = run([text]).cache, []
+    for length in (60, 16, 29, 45):
+        result = run([(*text[:length], VOCAB - 1 - text[length])], cache=cache)
+        cache = result.cache
+        found.append(result.num_cached_tokens)
+    assert len(text) == 69 and found == [56, 16, 24, 40]
+
+
 @pytest.mark.slow
 def test_beams_follow_their_own_states(prompts):
     config = kv.CacheConfig(LAYERS, **SIZES, enable_prefix_caching=True)
