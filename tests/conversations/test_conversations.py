@@ -211,3 +211,12 @@ def test_what_cannot_be_told_is_refused():
         kv.policies.Conversations(spare_len=-1)
     _, status = kv.policies.set_turns(cache, [1], [1])
     assert kv.Status(int(status[0])) == kv.Status.SEQ_NOT_ACTIVE
+
+
+@pytest.mark.parametrize(("conversation", "until"), [(0, [160, 160]), (7, [16, 16])])
+def test_only_a_conversation_takes_back_what_it_said(conversation, until):
+    cache = kv.init(config_of("retention"), storage=False)
+    for seconds, retain in ((0.0, 10.0), (1.0, 0.0)):
+        cache, _ = start(kv.policies.set_time(cache, seconds), 0, (1, 2, 3, 4, 5), conversation, retain)
+        cache, _ = kv.free(cache, [0])
+    assert sorted(cache.control.extras["conversations"].until.tolist())[-2:] == until
