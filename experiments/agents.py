@@ -2,10 +2,10 @@
 
 Command: python -m experiments.agents [--sessions N] [--retain S] [--tool S] [--user S] [--seed N] [--json]
 Machine: 2 cores of an AMD EPYC, shared with other work; jax 0.12.0.1
-Answer:  48.4, 52.9 and 37.6 million of 373 million tokens of prompts, 7.4 of them new: retention computes 0.776
-  of LRU's. Turns that compute more than 1,088 tokens of their own past again: 18.8, 17.0 and 13.4%. It takes
-  42 s. Where those that run tools fit into the pool there is less to gain: 0.842 of LRU's tokens with --tool 4
-  --user 180.
+Answer:  48.4, 52.9 and 37.6 million of 373 million tokens of prompts, 7.4 of them new: retention computes
+  0.776 of LRU's. Turns that compute more than 1,088 tokens of their own past again: 18.8, 17.0 and 13.4%. It
+  takes 42 s. Where those that run tools fit into the pool there is less to gain: 0.842 of LRU's tokens with
+  --tool 4 --user 180.
 
 Sessions of agents are drawn to published figures: a median of 43 turns, 131 tokens read per token written,
 and sub-agents in 44% of sessions. These fork from their parent's tokens, some side by side, and never return
@@ -122,6 +122,7 @@ def draw(num_sessions: int, tool_s: float, user_s: float, seed: int) -> tuple[li
         begun, text = at, system.fork(next(names))
         num_turns = max(1, round(rng.lognormal(np.log(TURNS), TURNS_SPREAD)))
         forks, num_forks = bool(rng.random() < FORKING), 0
+        i = 0
         for i in range(num_turns):
             is_last = i == num_turns - 1 or text.length > LONGEST - 4_000
             asks = not is_last and rng.random() < ASKS

@@ -1,5 +1,7 @@
 """Facts that a cache without an engine is told: the time, and whose turns its rows are."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -70,7 +72,8 @@ def set_turns(
     seq_ids = arguments.int_column("seq_ids", seq_ids)
     num_rows = seq_ids.shape[0]
     conversations = arguments.int_column("conversations", conversations, num_rows)
-    return on_rows(_begin, cache, seq_ids, Turn(conversations, _ticks("retain", retain, num_rows)))
+    turn: dict[str, Any] = {"conversation": conversations, "retain": _ticks("retain", retain, num_rows)}
+    return on_rows(_begin, cache, seq_ids, Turn(**turn))
 
 
 def _begin(

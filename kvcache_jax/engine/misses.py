@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-REASONS = "unnamed", "new", "evicted", "reset", "other_namespace", "other_shard"
+REASONS: tuple[str, ...] = "unnamed", "new", "evicted", "reset", "other_namespace", "other_shard"
 _MOST_CONVERSATIONS = 4096
 """Of which the host remembers the last turn."""
 

@@ -109,10 +109,10 @@ class Model:
 
 
 def padded(tokens):
-    return [[*tokens, *[0] * (WIDTH - len(tokens))]]
+    return np.array([[*tokens, *[0] * (WIDTH - len(tokens))]], np.int32)
 
 
-def start(cache, row, tokens, conversation=0, retain=0):
+def start(cache, row, tokens, conversation=0, retain=0.0):
     """Computes a row of these tokens and publishes it; the tokens that were cached."""
     cache, admission = kv.allocate(cache, [row], [len(tokens)], tokens=padded(tokens))
     if admission.status[0]:
@@ -131,7 +131,7 @@ def test_what_is_evicted_is_what_the_model_evicts(policy):
     """Turns of four conversations, sub-agents that fork from them, and requests of none, in a small pool."""
     rng, num_hits, num_full = np.random.default_rng(5), 0, 0
     cache, model = kv.init(config_of(policy), storage=False), Model(policy)
-    conversations = {number: (1, 2, number) for number in (1, 2, 3, 4)}
+    conversations: dict[int, tuple[int, ...]] = {number: (1, 2, number) for number in (1, 2, 3, 4)}
     for step in range(160):
         idle = [row for row in range(ROWS) if row not in model.rows]
         if idle and rng.random() < 0.6:
@@ -164,7 +164,8 @@ def test_what_is_evicted_is_what_the_model_evicts(policy):
             model.now += int(rng.integers(0, 6))
             cache = kv.policies.set_time(cache, model.now / 16)
         num_cached = sum(not block.holders for block in model.blocks.values())
-        assert int(cache.control.block_pools[0].cached.num_cached) == num_cached, step
+        cached = cache.control.block_pools[0].cached
+        assert cached is not None and int(cached.num_cached) == num_cached, step
         if step % 20 == 0:
             kv.check_invariants(cache)
             for prefix in model.blocks:
@@ -206,7 +207,7 @@ def test_what_cannot_be_told_is_refused():
     with pytest.raises(ValueError, match="seconds is nan, expected finite numbers"):
         kv.policies.set_time(cache, float("nan"))
     with pytest.raises(TypeError, match=r"retain is float64\[2\], expected numbers \[\] or \[1\]"):
-        kv.policies.set_turns(cache, [0], [1], [1.0, 2.0])
+        kv.policies.set_turns(cache, [0], [1], np.array([1.0, 2.0]))
     with pytest.raises(ValueError, match="spare_len is -1, expected at least 0"):
         kv.policies.Conversations(spare_len=-1)
     _, status = kv.policies.set_turns(cache, [1], [1])
@@ -220,3 +221,13 @@ def test_only_a_conversation_takes_back_what_it_said(conversation, until):
         cache, _ = start(kv.policies.set_time(cache, seconds), 0, (1, 2, 3, 4, 5), conversation, retain)
         cache, _ = kv.free(cache, [0])
     assert sorted(cache.control.extras["conversations"].until.tolist())[-2:] == until
+
+
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]])
+def test_rows_that_end_together_spare_what_all_of_them_can(order):
+    cache, _ = start(kv.init(config_of("tail lru"), storage=False), 0, (1, 2, 3, 4, 5))
+    cache, _ = start(cache, 1, (1, 2, 3, 4, 6, 6, 7, 7, 8))
+    shared, *_ = cache.control.block_pools[0].block_table[:, 1].tolist()
+    cache, _ = kv.free(cache, order)
+    assert not cache.control.extras["conversations"].is_spare[shared]
+    assert int(cache.control.extras["conversations"].is_spare.sum()) == 1

@@ -1,5 +1,7 @@
 """Conversations that come back to an engine: what is retained for them, and why a turn misses."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -10,7 +12,7 @@ from tests.engine.exact_engine import LIMITS, SIZES, ask, expect, make_engine
 from tests.engine.exact_model import check_state, config, forward, make_params
 from tests.support.helpers import compiled_programs
 
-KEPT = dict(extras=[kv.policies.Conversations()], eviction_policy="retention")
+KEPT: dict[str, Any] = dict(extras=[kv.policies.Conversations()], eviction_policy="retention")
 
 
 def last_event(engine, request):
@@ -66,7 +68,7 @@ def test_misses_are_counted_by_reason():
     def serve(prompt, max_new=3, **options):
         nonlocal num_prompt, num_cached
         event, answer = last_event(engine, ask(prompt, max_new, **options))
-        num_prompt, num_cached = num_prompt + len(prompt), num_cached + event.num_cached_tokens
+        num_prompt, num_cached = num_prompt + len(prompt), num_cached + (event.num_cached_tokens or 0)
         return [*prompt, *answer]
 
     def flood():
@@ -133,7 +135,7 @@ def test_what_retains_nothing_is_refused():
     with pytest.raises(ValueError, match=r"retain is inf, expected a finite number"):
         Conversation("a", float("inf"))
     with pytest.raises(TypeError, match=r"name is \[\] .*, expected one that can be hashed"):
-        Conversation([])
+        Conversation([])  # type: ignore
     engine = kv.Engine(forward, make_params(), config(num_blocks=11), limits=LIMITS)
     with pytest.raises(ValueError, match=r"has retain = 2.0 and the engine's cache retains nothing"):
         engine.push([ask([1], 1, client=Conversation("a", 2))])
