@@ -154,7 +154,7 @@ def draw(num_sessions: int, tool_s: float, user_s: float, seed: int) -> tuple[li
 
 
 def half_the_conversations(turns: list[Turn]) -> int:
-    """Counts the blocks that hold half of the tokens of the conversations that live at a time."""
+    """Counts the blocks that hold half of the tokens of the conversations that live at a time, or one row."""
     last = {turn.conversation: i for i, turn in enumerate(turns)}
     length: dict[int, int] = {}
     held = []
@@ -164,7 +164,8 @@ def half_the_conversations(turns: list[Turn]) -> int:
         if last[turn.conversation] == i:
             del length[turn.conversation]
     quarter = len(held) // 4
-    return round(float(np.mean(held[quarter:-quarter])) / 2)
+    mean = float(np.mean(held[quarter : len(held) - quarter]))
+    return max(round(mean / 2), max(len(turn.ids) for turn in turns))
 
 
 @kv.donate
