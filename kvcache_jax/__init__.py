@@ -15,6 +15,7 @@ Its rooms, each of which imports only those above it; a public operation's file 
 * `decoding`: `generate`, `beam_search`, `score`, speculation, for any model
 * `compression`: fewer tokens per row: `drop`, `compress`, scores of tokens, streaming
 * `chunks`: stored passages that are reused at any position
+* `conversations`: what turns leave in the cache, and eviction policies that keep it
 * `tiers`: blocks in host memory, in stores of bytes, and as values that leave the cache and return
 * `processes`: an engine on a mesh of several processes, events of what it holds, the choice among replicas
 * `engine`: continuous batching inside one compiled program

@@ -30,7 +30,8 @@ class _Metrics(Collector):
                 histogram.add_metric(self._values, buckets, value["sum"])
                 yield histogram
             elif isinstance(value, Mapping):
-                counter = CounterMetricFamily(name, what, labels=[*self._names, "finished_reason"])
+                label = "finished_reason" if name == "vllm:request_success" else "reason"
+                counter = CounterMetricFamily(name, what, labels=[*self._names, label])
                 for reason, num in value.items():
                     counter.add_metric([*self._values, reason], num)
                 yield counter

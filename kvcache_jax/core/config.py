@@ -14,7 +14,15 @@ from kvcache_jax.arrays.pytree import FORMAT_VERSION, require_format
 from kvcache_jax.core.backends import require_name
 from kvcache_jax.core.context_axis import check_context_axis
 from kvcache_jax.core.eviction_policy import LRU, InBatches, policies
-from kvcache_jax.core.extras import Extra, Hooks, Keeper, check_extras, extra_from_json, extra_to_json
+from kvcache_jax.core.extras import (
+    Extra,
+    Hooks,
+    Keeper,
+    check_extras,
+    extra_class,
+    extra_from_json,
+    extra_to_json,
+)
 from kvcache_jax.core.memory_plan import check_indices, spend
 from kvcache_jax.core.snapshots import NUM_MARKS, Snapshots, check_snapshots
 from kvcache_jax.layers.block_array import check_arrays
@@ -56,7 +64,8 @@ class CacheConfig:
         of a feature that is not here.
       eviction_policy: Cached blocks evicted first: "lru", "lfu" (fewest uses), "fifo" (published first),
         "priority" (of the row that used it last), "hyperbolic" (fewest uses for the time since it was
-        published), or a name registered with `eviction_policy`. Ties: the block released longest ago.
+        published), "retention" and "tail lru" (see `policies.Conversations`), or a name registered with
+        `eviction_policy`. Ties: the block released longest ago.
         A block is evicted before the block it continues. Every policy but "lru" scans all blocks;
         `policies.InBatches(name, batch_size)` scans them less often.
       implementation: The backend of attention, writing and copy-on-write: "xla", "mosaic_gpu" (bfloat16 and
@@ -156,7 +165,7 @@ class CacheConfig:
         if self.head_axis is not None and not isinstance(self.head_axis, str):
             raise TypeError(f"head_axis is {self.head_axis!r}, expected the name of a mesh axis, or None")
         if self.eviction.policy != LRU:
-            policies.find(self.eviction.policy)
+            self._check_policy(policies.find(self.eviction.policy).options["extra"])
         if self.eviction.policy != LRU and not self.enable_prefix_caching:
             raise ValueError(
                 f"eviction_policy is {self.eviction_policy!r} and there is no prefix cache to evict from, "
@@ -301,6 +310,13 @@ class CacheConfig:
                 f"enable_prefix_caching is True and layers[{layer}] is {self.layers[layer].label}, expected "
                 "False: what tokens compute depends on their row's source, and prefixes are found by tokens "
                 "alone"
+            )
+
+    def _check_policy(self, needed: str | None) -> None:
+        if needed is not None and needed not in [extra.name for extra in self.extras]:
+            raise ValueError(
+                f"eviction_policy is {self.eviction_policy!r} and no extra is named {needed!r}, expected "
+                f"{extra_class(needed)}() among extras: the policy reads what it keeps"
             )
 
     def refuse_states(self, what: str) -> None:

@@ -6,8 +6,8 @@ as its most valuable descendant. `lru` is the exception: it is the order of rele
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,7 @@ class BlockMetadata(NamedTuple):
     depth: jax.Array | None = None
 
 
-EvictionKey = Callable[[BlockMetadata], jax.Array]
+EvictionKey = Callable[..., jax.Array]
 LRU = "lru"
 
 
@@ -68,7 +68,9 @@ policies = Registry[EvictionKey](
 )
 
 
-def eviction_policy(name: str, *, needs: Sequence[str] = ()) -> Callable[[EvictionKey], EvictionKey]:
+def eviction_policy(
+    name: str, *, needs: Sequence[str] = (), extra: str | None = None
+) -> Callable[[EvictionKey], EvictionKey]:
     """Registers a function from `BlockMetadata` to i32[num_blocks] keys as an eviction policy.
 
     The block with the lowest key is evicted first; ties: the block released longest ago. A block is evicted
@@ -80,6 +82,8 @@ def eviction_policy(name: str, *, needs: Sequence[str] = ()) -> Callable[[Evicti
     Args:
       name: For `CacheConfig(eviction_policy=name)`.
       needs: The fields of `BlockMetadata` that it reads, besides `recency`; only these are kept by the cache.
+      extra: The name of an extra, whose arrays in `Control.extras` are the function's second argument. A
+        config with this policy must have it.
 
     Returns:
       The decorator; it returns the function unchanged.
@@ -96,12 +100,15 @@ def eviction_policy(name: str, *, needs: Sequence[str] = ()) -> Callable[[Evicti
       >>> config = kv.CacheConfig(
       ...     [kv.FullAttention(1, 8)], enable_prefix_caching=True, eviction_policy="beginnings last")
     """
-    return policies.decorate(name, needs)
+    return policies.decorate(name, needs, extra=extra)
 
 
-def eviction_keys(name: str, blocks: BlockMetadata) -> jax.Array:
-    """Computes the policy's keys, i32[num_blocks]."""
-    return policies.call(name, blocks, blocks.recency.shape, dtype=jnp.int32)
+def eviction_keys(name: str, blocks: BlockMetadata, extras: Mapping[str, Any] | None = None) -> jax.Array:
+    """Computes the policy's keys, i32[num_blocks]; `extras` are `Control.extras`."""
+    key, extra = policies.find(name).function, policies.find(name).options["extra"]
+    of_extra = () if extra is None else ((extras or {})[extra],)
+    with policies.noted(name):
+        return policies.checked(name, key(blocks, *of_extra), blocks.recency.shape, dtype=jnp.int32)
 
 
 @eviction_policy("lfu", needs=["num_hits"])

@@ -12,6 +12,7 @@ or write blocks call it before, and after they evicted.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -20,6 +21,28 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from kvcache_jax.layers.layer_kind import kind_name
+
+TICKS_PER_SECOND = 16
+"""Of the time that `Extra.tick` tells."""
+MOST_TICKS = 2**30 - 1
+"""Two years. Longer times count as long: a moment and a duration, added, stay below 2**31."""
+
+
+def ticks_of(seconds: float) -> int:
+    """Counts the ticks of seconds, rounded up, from 0 to `MOST_TICKS`."""
+    return math.ceil(min(max(seconds, 0), MOST_TICKS / TICKS_PER_SECOND) * TICKS_PER_SECOND)
+
+
+class Turn(NamedTuple):
+    """Facts that the requests that start in rows say of themselves.
+
+    Attributes:
+      conversation: i32[n], the number of the conversation that it is a turn of; 0 for none.
+      retain: i32[n], ticks for which what it leaves is worth more than what others leave.
+    """
+
+    conversation: jax.Array
+    retain: jax.Array
 
 
 class HeldBlocks(NamedTuple):
@@ -53,6 +76,8 @@ class Extra:
     """The key of its arrays in `Control.extras`; a cache has one extra of a name."""
     hides_tokens: ClassVar[bool] = False
     """Whether rows may have tokens that no query sees; the control state then has `Holes`."""
+    hears_turns: ClassVar[bool] = False
+    """Whether it makes something of a request's `retain`; see `begin`."""
 
     def __init_subclass__(cls, **options: Any):
         super().__init_subclass__(**options)
@@ -68,8 +93,20 @@ class Extra:
         """Gives `rows` the feature's arrays of their parents i32[n]; the rows' tables are set already."""
         return control
 
+    def tick(self, control: Any, now: jax.Array) -> Any:
+        """Learns the time, i32[] ticks, of what drives the cache; it may stand still."""
+        return control
+
+    def begin(self, control: Any, rows: jax.Array, turn: Turn) -> Any:
+        """Learns what the requests of `rows`, which have just started, say of themselves."""
+        return control
+
+    def note_published(self, control: Any, block_ids: jax.Array) -> Any:
+        """Learns of blocks i32[n] of the indexed group that were just published; nowhere is skipped."""
+        return control
+
     def forget(self, control: Any, rows: jax.Array) -> Any:
-        """Forgets `rows`, which end."""
+        """Forgets `rows`, which end; their lengths and tables are as before."""
         return control
 
     def truncate(self, control: Any, rows: jax.Array, new_len: jax.Array) -> Any:
@@ -221,6 +258,24 @@ class Hooks(tuple[Extra, ...]):
             control = extra.inherit(control, rows, parent_ids)
         return control
 
+    def tick(self, control: Any, now: jax.Array) -> Any:
+        """Tells the features the time."""
+        for extra in self:
+            control = extra.tick(control, now)
+        return control
+
+    def begin(self, control: Any, rows: jax.Array, turn: Turn) -> Any:
+        """Tells the features what the requests of `rows` say."""
+        for extra in self:
+            control = extra.begin(control, rows, turn)
+        return control
+
+    def note_published(self, control: Any, block_ids: jax.Array) -> Any:
+        """Tells the features of blocks that were just published."""
+        for extra in self:
+            control = extra.note_published(control, block_ids)
+        return control
+
     def forget(self, control: Any, rows: jax.Array) -> Any:
         """Forgets `rows`."""
         for extra in self:
@@ -293,6 +348,11 @@ def check_extras(extras: Any) -> Hooks:
     if sum(isinstance(extra, Keeper) for extra in extras) > 1:
         raise ValueError(f"extras has several that keep contents of blocks, expected one at most: {extras!r}")
     return Hooks(extras)
+
+
+def extra_class(name: str) -> str:
+    """Returns the class of extras of a name, or the name itself of one that is not defined."""
+    return next((label for label, cls in _extras.items() if cls.name == name), name)
 
 
 def extra_to_json(extra: Extra) -> dict[str, Any]:

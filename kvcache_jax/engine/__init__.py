@@ -7,12 +7,14 @@ from kvcache_jax.engine.failure import EngineFailed
 from kvcache_jax.engine.inputs import Inputs
 from kvcache_jax.engine.options import Limits, Placement, Schedule
 from kvcache_jax.engine.policies import RequestMetadata, request_policy
+from kvcache_jax.engine.requests import Conversation
 from kvcache_jax.engine.state import EngineCounter as Counter
 from kvcache_jax.engine.state import EngineState as State
 from kvcache_jax.engine.stop_text import StopStrings
 
 __all__ = [
     "Attachment",
+    "Conversation",
     "Counter",
     "EngineFailed",
     "Figures",

@@ -16,6 +16,7 @@ from kvcache_jax.arrays.masked_updates import (
 )
 from kvcache_jax.blocks import block_pool
 from kvcache_jax.core.config import CacheConfig
+from kvcache_jax.core.extras import Turn
 from kvcache_jax.core.state import Cache, Control
 from kvcache_jax.engine.options import Options
 from kvcache_jax.engine.order import (
@@ -131,6 +132,8 @@ def _start(state: EngineState, slots: jax.Array, prompts: Prompts, hits: Hits) -
     cache, is_admitted = state.cache, slots < state.requests.num_slots
     rows = jnp.where(is_admitted, get_at(idle_rows(cache), rank_true(is_admitted)[0]), cache.max_seqs)
     control, admission = allocate_rows(cache.control, rows, prompts, hits, config=cache.config)
+    turn = Turn(*(get_at(column, slots, 0) for column in state.requests.turn))
+    control = cache.config.hooks.begin(control, rows, turn)
     # A request that comes back finds its own blocks, which says nothing of its prompt.
     told = jnp.where(get_at(state.num_preemptions, slots, 1) == 0, slots, state.requests.num_slots)
     state = state.with_control(

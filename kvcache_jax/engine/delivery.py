@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.engine.events import EngineFigures, TokenEvent
 from kvcache_jax.engine.metrics import Metrics
 from kvcache_jax.engine.program import HEADER_LEN, Report
@@ -18,7 +19,7 @@ class Delivery:
 
     Args:
       tables: A shard's each.
-      max_seqs: Rows of a shard.
+      config: Of a shard's cache.
       num_slots: Of a table.
       width: Of an entry of the outbox.
 
@@ -27,12 +28,12 @@ class Delivery:
       metrics: Of all requests so far.
     """
 
-    def __init__(self, tables: Sequence[RequestTable], max_seqs: int, num_slots: int, width: int):
+    def __init__(self, tables: Sequence[RequestTable], config: CacheConfig, num_slots: int, width: int):
         self.events: deque[TokenEvent] = deque()
-        self.metrics = Metrics()
+        self.metrics = Metrics(config.prefix_unit if config.enable_prefix_caching else None)
         self._error: Exception | None = None  # the first one of a caller's `detokenize`
         self._tables, self._width = tables, width
-        self._rows_end = HEADER_LEN + max_seqs
+        self._rows_end = HEADER_LEN + config.max_seqs
         self._outbox = self._rows_end + num_slots
         self.forget_rows()
         self._counts = [dict.fromkeys(EngineCounter, 0) for _ in tables]
@@ -94,15 +95,39 @@ class Delivery:
             has_news |= reason != Finish.NOT_YET or sample.first_at is None
             if sample.started_at is None and end > begin:
                 sample.started_at = begun_at
-            if num_cached[sample.slot] >= 0:
+            if num_cached[sample.slot] >= 0 and sample.num_cached is None:
                 sample.num_cached = num_cached[sample.slot].item()
+                self._note_start(table, sample)
             if not sample.has_stopped:
                 self._tell(sample, reason, now, tokens[begin:end], logprobs[begin:end], tops[begin:end])
             if reason != Finish.NOT_YET:
+                self._note_end(table, sample, reason)
                 table.remove(sample)
             elif sample.has_stopped:
                 table.end(sample, Finish.STOP)
         return has_news
+
+    def _note_start(self, table: RequestTable, sample: Sample) -> None:
+        """Counts the misses of a sample's prompt, once it has its first token."""
+        sample.published_in = table.namespace_of(sample).tobytes()
+        request = sample.request
+        if not request.prompt_logprobs:  # which the cache does not serve
+            self.metrics.misses.note_start(
+                request.conversation and request.conversation.name,
+                np.asarray(request.prompt),
+                sample.published_in,
+                self._tables.index(table),
+                sample.num_cached or 0,
+            )
+
+    def _note_end(self, table: RequestTable, sample: Sample, reason: Finish) -> None:
+        """Notes what a sample leaves in the cache: all but its last token, if its logits were numbers."""
+        if sample.tokens and reason != Finish.NAN_LOGITS:
+            namespace = sample.published_in or table.namespace_of(sample).tobytes()
+            conversation = sample.request.conversation
+            self.metrics.misses.note_end(
+                conversation and conversation.name, sample.known[:-1], namespace, self._tables.index(table)
+            )
 
     def _tell(
         self,
@@ -166,6 +191,7 @@ class Delivery:
     def begin_again(self, now: float) -> None:
         """Tells a new state of all samples, and ends those that were to end."""
         self.forget_rows()
+        self.metrics.misses.note_reset()
         for table in self._tables:
             for sample, reason in table.send_again():
                 self.end(sample, reason, now)

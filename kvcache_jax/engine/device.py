@@ -160,16 +160,19 @@ class Device:
         self._team.agree("Engine", "program", program)
         lowered.compile()
 
-    def launch(self, inboxes: Sequence[Inbox], length: Length) -> None:
-        """Launches a dispatch; if that raises anything but `EngineFailed`, nothing happened."""
+    def launch(self, inboxes: Sequence[Inbox], length: Length, now: int) -> None:
+        """Launches a dispatch at the time `now` in ticks.
+
+        If that raises anything but `EngineFailed`, nothing happened.
+        """
         state, launched_at = self.state, time.monotonic()
         old = self._told or [None] * len(inboxes)
         news = [None if inbox is last else inbox for inbox, last in zip(inboxes, old, strict=True)]
-        self._tell("launch", news, length)
+        self._tell("launch", news, length, now)
         self._told = list(inboxes)
         try:
             self._state, reports = self._shards.run(
-                self._model, self._options, self.params, state, inboxes, np.array(length, np.int32)
+                self._model, self._options, self.params, state, inboxes, np.array([*length, now], np.int32)
             )
         except Exception as error:
             self._check(state, error)
@@ -212,7 +215,7 @@ class Device:
 
     def lower(self, inboxes: Sequence[Inbox]) -> jax.stages.Lowered:
         """Lowers the program that `launch` runs; an array that is donated meanwhile has a shape still."""
-        length = np.ones(2, np.int32)
+        length = np.ones(3, np.int32)
         return self._shards.lower(self._model, self._options, self.params, self.state, inboxes, length)
 
     def _tell(self, order: str, *args: Any) -> None:
@@ -228,7 +231,7 @@ class Device:
         if order != "launch":
             getattr(self, order)(*args)
             return
-        news, length = args
+        news, length, now = args
         old = self._told or news
-        self.launch([last if new is None else new for new, last in zip(news, old, strict=True)], length)
+        self.launch([last if new is None else new for new, last in zip(news, old, strict=True)], length, now)
         self.drop(self.arrival())

@@ -173,7 +173,7 @@ class Engine:
         ]
         width = outbox_width(self._options.num_top_logprobs)
         num_entries = outbox_len(self._options, config.max_seqs, self._steps, entering.num_slots, _MOST_ENDED)
-        self._delivery = Delivery(self._tables, config.max_seqs, self._sizes.num_slots, width)
+        self._delivery = Delivery(self._tables, config, self._sizes.num_slots, width)
         self._pace = Pace(self._steps)
         model, outbox = Model(forward, **hooks), (num_entries, width)
         self._device = Device(shards, model, self._options, params, self._sizes, outbox)
@@ -312,9 +312,9 @@ class Engine:
         """Returns figures, counts and latencies under the names of vLLM's metrics; reads nothing.
 
         Returns:
-          {name: number}. Of `vllm:request_success` it is {finish reason: number}, of a histogram, such as
-          `vllm:time_to_first_token_seconds`, {"buckets": {bound: values up to it}, "sum", "count"}. Times are
-          of `clock`, tokens those that the consumer was told.
+          {name: number}. Of `vllm:request_success` it is {finish reason: number}, of
+          `vllm:prefix_cache_misses` {reason: tokens}, of a histogram {"buckets": {bound: values up to it},
+          "sum", "count"}. Times are of `clock`, tokens those that the consumer was told.
         """
         with self._lock:
             figures = self._delivery.figures(self._device.read.num_reads)
@@ -469,7 +469,7 @@ class Engine:
 
     def _dispatch(self, length: Length) -> None:
         parcels = [table.pack(self._has_new_weights) for table in self._tables]
-        self._device.launch([parcel.inbox for parcel in parcels], length)
+        self._device.launch([parcel.inbox for parcel in parcels], length, self._pace.ticks(self.clock()))
         # If that raised, nothing was told to the device, and all of it is told again.
         self._has_new_weights, self._attached.is_new = False, True
         for table, parcel in zip(self._tables, parcels, strict=True):

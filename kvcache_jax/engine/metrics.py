@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvcache_jax.engine.events import EngineFigures
+from kvcache_jax.engine.misses import Misses
 from kvcache_jax.engine.state import EngineCounter
 from kvcache_jax.engine.table import Sample
 
@@ -37,9 +38,17 @@ class Histogram:
 
 
 class Metrics:
-    """Counts and times of the requests of an engine, from its start on."""
+    """Counts and times of the requests of an engine, from its start on.
 
-    def __init__(self):
+    Args:
+      unit: See `Misses`.
+
+    Attributes:
+      misses: `Misses`, tokens of prompts.
+    """
+
+    def __init__(self, unit: int | None):
+        self.misses = Misses(unit)
         self._num_prompt = self._num_generated = 0
         self._ends: dict[str, int] = {}
         self._histograms = {
@@ -90,6 +99,7 @@ class Metrics:
             "kv_cache_usage_perc": figures.blocks_used / max(num_blocks, 1),
             "prefix_cache_queries": cached + computed,
             "prefix_cache_hits": cached,
+            "prefix_cache_misses": dict(self.misses.num_tokens),
             "num_preemptions": counts[EngineCounter.PREEMPTIONS],
             "prompt_tokens": self._num_prompt,
             "generation_tokens": self._num_generated,

@@ -192,6 +192,7 @@ def table_sizes(limits: Limits, config: CacheConfig) -> TableSizes:
         num_clients=limits.num_clients,
         num_items=limits.max_items,
         prompt_logprobs=limits.prompt_logprobs,
+        hears_turns=any(extra.hears_turns for extra in config.extras),
     )
 
 

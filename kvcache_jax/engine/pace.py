@@ -7,6 +7,8 @@ some time, to pack, launch, read and deliver it, in which a device without anoth
 import math
 from typing import NamedTuple
 
+from kvcache_jax.core.extras import ticks_of
+
 _SHARE, _MOST_SHARE = 0.02, 0.03
 """The host's share of the time by which a dispatch is so long, and up to which news may end it earlier."""
 _LATELY_S = 1.0
@@ -33,6 +35,7 @@ class Pace:
         self._step_s = self._host_s = 0.0  # of a step on the device, of a dispatch on the host
         self._late_s = self._late_host_s = 0.0  # in the last second or so
         self._noted_at = self._news_at = -math.inf
+        self._began_at: float | None = None
 
     def choose(self, now: float, has_free_row: bool) -> tuple[Length, int]:
         """Chooses the length of the next dispatch, and how many are under way with it.
@@ -49,6 +52,11 @@ class Pace:
         most = min(max(most, 1), self._most_steps)
         is_cheap = self._late_host_s < _MOST_SHARE * share * self._late_s
         return Length(1 if is_cheap else most, most), num_ahead
+
+    def ticks(self, now: float) -> int:
+        """Counts the ticks since the first call, by the engine's clock."""
+        self._began_at = now if self._began_at is None else self._began_at
+        return ticks_of(now - self._began_at)
 
     def note_news(self, now: float) -> None:
         """Hears that a request came, got its first token, or ended."""

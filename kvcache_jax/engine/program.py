@@ -74,13 +74,14 @@ class Inbox:
 def run_dispatch(
     model: Model, params: Any, state: EngineState, inbox: Inbox, length: jax.Array, options: Options
 ) -> tuple[EngineState, jax.Array]:
-    """Takes in the inbox and makes steps, as many as `length` i32[2] has at least and at most.
+    """Takes in the inbox and makes steps, as many as `length` i32[3] has at least and at most.
 
-    It makes fewer than most once there are news, and than least without work or room in the outbox. The
-    report is i32[HEADER_LEN + max_seqs + R + outbox].
+    The last of `length` is the time in ticks. It makes fewer than most once there are news, and than least
+    without work or room in the outbox. The report is i32[HEADER_LEN + max_seqs + R + outbox].
     """
     state, before = dataclasses.replace(state, outbox_len=jnp.zeros_like(state.outbox_len)), state.counters
-    state = _take_in(model, params, state, inbox)
+    control = state.cache.config.hooks.tick(state.cache.control, length[2])
+    state = _take_in(model, params, state.with_control(control), inbox)
     most = options.most_entries(state.cache.max_seqs)
 
     def goes_on(loop: tuple[EngineState, jax.Array]) -> jax.Array:

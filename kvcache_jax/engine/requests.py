@@ -22,6 +22,7 @@ from jax.typing import ArrayLike
 from kvcache_jax.arrays.number_checks import finite_number, static_count, static_flag
 from kvcache_jax.arrays.pytree import pytree_dataclass
 from kvcache_jax.core.arguments import hashable_id, namespace_words, one_priority
+from kvcache_jax.core.extras import MOST_TICKS, Turn, ticks_of
 from kvcache_jax.core.token_arguments import host_tokens
 from kvcache_jax.decoding.options import GREEDY, SamplingParams, require_option
 from kvcache_jax.decoding.sampling import SamplingColumns
@@ -43,6 +44,7 @@ class RequestArrays:
     priority: jax.Array  # i32[R], higher is served first by the policy "priority"
     arrival_step: jax.Array  # i32[R], steps of the engine before it came, modulo 2**32
     client: jax.Array  # i32[R], number of the client, for the policy "fair"
+    turn: Turn  # i32[R] each, the conversation that it is a turn of, and for how long that is retained
     namespace: jax.Array  # u32[R, 4], who may share its blocks, within the namespace of the present weights
     parent: jax.Array  # i32[R], slot of the request whose prompt it forks; R for none
     parent_uid: jax.Array  # i32[R], the `uid` that it has if it is still that one
@@ -75,6 +77,7 @@ class TableSizes:
     num_tops: int = 0  # most probable tokens that are reported
     inputs: tuple[InputSpec, ...] = ()
     prompt_logprobs: bool = False  # whether requests may ask for them
+    hears_turns: bool = False  # whether the cache makes something of `retain`
 
 
 def empty_requests(sizes: TableSizes) -> RequestArrays:
@@ -101,6 +104,7 @@ def empty_requests(sizes: TableSizes) -> RequestArrays:
         priority=column(),
         arrival_step=column(),
         client=column(),
+        turn=Turn(column(), column()),
         namespace=column(0, (4,), np.uint32),
         parent=column(num_slots),
         parent_uid=column(-1),
@@ -108,6 +112,37 @@ def empty_requests(sizes: TableSizes) -> RequestArrays:
         inputs=empty_inputs(sizes.inputs, num_slots),
         wants_prompt=column(dtype=bool),
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversation:
+    """The conversation that a request is a turn of, in place of its client.
+
+    Attributes:
+      name: Anything that can be hashed, None for no conversation; `Engine.metrics` says why a conversation's
+        next turn misses.
+      retain: Seconds for which what the turn leaves in the cache is worth more than what others leave, such
+        as the time that a tool takes; it is still given up if nothing else can be. The conversation's next
+        turn says it anew. For a cache with `kv.policies.Conversations` and the policy "retention".
+      client: Who asks, as in `GenerationRequest`.
+
+    Example:
+      >>> import kvcache_jax as kv
+      >>> kv.GenerationRequest([5, 6], 4, client=kv.engine.Conversation("agent 7", retain=60)).client.retain
+      60.0
+    """
+
+    name: Hashable
+    retain: float = 0.0
+    client: int = 0
+
+    def __post_init__(self):
+        retain = finite_number("retain", self.retain)
+        if retain < 0:
+            raise ValueError(f"retain is {retain}, expected seconds, 0 or more")
+        object.__setattr__(self, "name", hashable_id("name", self.name))
+        object.__setattr__(self, "retain", retain)
+        object.__setattr__(self, "client", static_count("client", self.client, least=0))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -124,7 +159,8 @@ class GenerationRequest:
         the draws, with each token's position and, of several samples, the sample's number. Default: greedy.
       stop_tokens: Ids that end it; the one that did is its last token.
       priority: Higher is served first by the policy "priority".
-      client: Who asks, for the policy "fair": 0 to below `num_clients`.
+      client: Who asks, for the policy "fair": 0 to below `num_clients`; or a `kv.engine.Conversation`, which
+        may have one.
       namespace: u32[4], who may share its blocks, as in `allocate`; see `Engine.namespace_of`.
       num_samples: Continuations, which share the prompt's blocks.
       deadline: Seconds after it was pushed, when it ends if it is not done. None: no end.
@@ -149,7 +185,7 @@ class GenerationRequest:
     sampling: SamplingParams = GREEDY
     stop_tokens: Sequence[int] = ()
     priority: int = 0
-    client: int = 0
+    client: int | Conversation = 0
     namespace: ArrayLike | None = None
     num_samples: int = 1
     deadline: float | None = None
@@ -178,7 +214,6 @@ class GenerationRequest:
             "max_new_tokens": static_count("max_new_tokens", self.max_new_tokens),
             "stop_tokens": stops,
             "priority": one_priority(self.priority),
-            "client": static_count("client", self.client, least=0),
             "num_samples": static_count("num_samples", self.num_samples),
             "namespace": one_namespace(self.namespace),
             "items": items,
@@ -190,6 +225,8 @@ class GenerationRequest:
             checked["num_top_logprobs"] = static_count("num_top_logprobs", self.num_top_logprobs, least=0)
         if self.deadline is not None:
             checked["deadline"] = finite_number("deadline", self.deadline)
+        if not isinstance(self.client, Conversation):
+            checked["client"] = static_count("client", self.client, least=0)
         for name, value in checked.items():
             object.__setattr__(self, name, value)
 
@@ -197,6 +234,24 @@ class GenerationRequest:
     def num_tokens(self) -> int:
         """Tokens of the prompt and of its longest continuation."""
         return len(self.prompt) + self.max_new_tokens
+
+    @property
+    def client_id(self) -> int:
+        """The number of its client."""
+        return self.client.client if isinstance(self.client, Conversation) else self.client
+
+    @property
+    def conversation(self) -> Conversation | None:
+        """The conversation that it is a turn of, if it names one."""
+        return self.client if isinstance(self.client, Conversation) else None
+
+    @property
+    def turn(self) -> tuple[int, int]:
+        """The number of its conversation, 0 for none, and the ticks for which what it leaves is retained."""
+        if (conversation := self.conversation) is None:
+            return 0, 0
+        number = 0 if conversation.name is None else hash(conversation.name) % MOST_TICKS + 1
+        return number, ticks_of(conversation.retain)
 
 
 def _checked_items(items: Any, prompt_len: int) -> tuple[tuple[int, int], ...]:

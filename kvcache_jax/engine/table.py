@@ -52,6 +52,7 @@ class Sample:
     first_at: float | None = None
     told_at: float | None = None
     num_cached: int | None = None  # first tokens that the cache had when it was admitted
+    published_in: bytes | None = None  # the namespace then
     prompt_logprobs: np.ndarray | None = None  # f32[prompt_len - 1], until they are told
     text: StopText | None = None
     has_stopped: bool = False  # by a stop string: its consumer knows, and the device will
@@ -345,7 +346,8 @@ def _write(columns: Any, i: int, sample: Sample, max_seq_len: int) -> None:
     drawn.top_p[i], drawn.min_p[i] = sampling.top_p, sampling.min_p
     drawn.seed[i] = sample_seed(sampling.seed, sample.sample_id)
     columns.stop[i, : len(request.stop_tokens)] = request.stop_tokens
-    columns.priority[i], columns.client[i] = request.priority, request.client
+    columns.priority[i], columns.client[i] = request.priority, request.client_id
+    columns.turn.conversation[i], columns.turn.retain[i] = request.turn
     if sample.parent is not None:
         columns.parent_uid[i] = sample.parent.uid
     columns.wants_prompt[i] = request.prompt_logprobs and sample.parent is None
@@ -385,13 +387,18 @@ def check_fits(request: GenerationRequest, sizes: TableSizes, max_seq_len: int) 
         ("stop tokens", len(request.stop_tokens), sizes.num_stops, "max_stop_tokens"),
         ("items", len(request.items), sizes.num_items, "max_items"),
         ("samples", request.num_samples, sizes.num_slots, "max_requests"),
-        ("as its client", request.client, sizes.num_clients - 1, "num_clients"),
+        ("as its client", request.client_id, sizes.num_clients - 1, "num_clients"),
     ):
         if value > most:
             raise ValueError(
                 f"a request has {value} {what}, expected at most {most}: make the Engine with a larger "
                 f"{name} in its kv.engine.Limits"
             )
+    if (conversation := request.conversation) and conversation.retain and not sizes.hears_turns:
+        raise ValueError(
+            f"a request has retain = {conversation.retain} and the engine's cache retains nothing, expected "
+            'CacheConfig(extras=[kv.policies.Conversations()], eviction_policy="retention")'
+        )
     if (request.num_top_logprobs or 0) > sizes.num_tops:
         raise ValueError(
             f"a request has num_top_logprobs = {request.num_top_logprobs}, expected at most "

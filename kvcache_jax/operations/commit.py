@@ -232,9 +232,8 @@ def _publish_batch(
         block_pools=(*control.block_pools[:group_id], pool, *control.block_pools[group_id + 1 :]),
         counters=count_events(control.counters, {Counter.ADOPTIONS: num_adopted}),
     )
-    control = config.keeper.publish(
-        control, jnp.where(found.is_new, batch.block_ids, pool.num_blocks), config
-    )
+    new_ids = jnp.where(found.is_new, batch.block_ids, pool.num_blocks)
+    control = config.hooks.note_published(config.keeper.publish(control, new_ids, config), new_ids)
     if len(config.groups) > 1:
         control = group_links.link(
             control, found.is_done, batch.seq_ids, batch.column, found.canonical, config

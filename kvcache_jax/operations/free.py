@@ -37,16 +37,15 @@ def free(cache: Cache, seq_ids: IntRows) -> tuple[Cache, jax.Array]:
 def free_rows(control: Control, seq_ids: jax.Array, *, config: CacheConfig) -> tuple[Control, jax.Array]:
     """Ends rows `seq_ids` i32[n]: all their blocks lose these owners."""
     status, rows = active_rows(control, seq_ids)
-    pools = []
+    control, pools = config.hooks.forget(control, rows), []
     for pool in control.block_pools:
         ids = get_at(pool.block_table, rows, pool.num_blocks)
         pool = block_pool.release(pool, ids[:, ::-1])
         pools.append(dataclasses.replace(pool, block_table=set_at(pool.block_table, rows, pool.num_blocks)))
-    control = dataclasses.replace(
+    return dataclasses.replace(
         control,
         **{name: set_at(values, rows, 0) for name, values in row_fields(control).items()},
         holes=jax.tree.map(lambda x: set_at(x, rows, 0), control.holes),
         counters=count_events(control.counters, {Counter.FREES: num_true(status == Status.OK)}),
         block_pools=tuple(pools),
-    )
-    return config.hooks.forget(control, rows), status
+    ), status

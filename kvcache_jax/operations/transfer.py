@@ -308,7 +308,8 @@ def _publish(
         links.append(group_links)
     index = dataclasses.replace(index, group_links=tuple(links))
     control = dataclasses.replace(control, prefix_index=index, block_pools=tuple(pools))
-    control = config.keeper.publish(control, jnp.where(enters, new, nowhere), config)
+    new_ids = jnp.where(enters, new, nowhere)
+    control = config.hooks.note_published(config.keeper.publish(control, new_ids, config), new_ids)
     chain = jnp.where(enters, set_at(chain, column, new[0]), nowhere)
     return control, _Published(status, tuple(block_ids), chain)
 

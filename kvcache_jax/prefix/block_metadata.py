@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from kvcache_jax.arrays.masked_updates import add_at, set_at
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.eviction_policy import BlockMetadata, eviction_keys
-from kvcache_jax.core.state import BlockHistory, CachedBlocks
+from kvcache_jax.core.state import BlockHistory, CachedBlocks, Control
 
 _MAX = jnp.iinfo(jnp.int32).max
 
@@ -53,12 +53,14 @@ def _put(history: BlockHistory, block_ids: jax.Array, **values: jax.Array) -> Bl
 
 
 def keys_of(
-    history: BlockHistory, cached: CachedBlocks, clock: jax.Array, config: CacheConfig
+    history: BlockHistory, cached: CachedBlocks, control: Control, config: CacheConfig
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the policy's key and the recency of each block, i32[num_blocks] both."""
 
     def ticks_since(moment: jax.Array | None) -> jax.Array | None:
-        return None if moment is None else jnp.minimum(clock - moment, jnp.uint32(_MAX)).astype(jnp.int32)
+        if moment is None:
+            return None
+        return jnp.minimum(control.clock - moment, jnp.uint32(_MAX)).astype(jnp.int32)
 
     recency = (cached.queued_at - cached.head).astype(jnp.int32)
     blocks = BlockMetadata(
@@ -69,4 +71,4 @@ def keys_of(
         priority=history.priority,
         depth=history.depth,
     )
-    return eviction_keys(config.eviction.policy, blocks), recency
+    return eviction_keys(config.eviction.policy, blocks, control.extras), recency

@@ -124,7 +124,7 @@ def _evict_by_key(
     assert pool.cached is not None and index is not None and index.history is not None
     # Children are evicted before parents, for a child is never found without its parent: only leaves compete.
     is_candidate = pool.cached.is_published & (pool.ref_count == 0) & (index.history.num_children == 0)
-    keys, recency = block_metadata.keys_of(index.history, pool.cached, control.clock, config)
+    keys, recency = block_metadata.keys_of(index.history, pool.cached, control, config)
     heap = victim_heap.start(is_candidate, keys, recency)
     # Read before the loop writes the arrays that they are computed from.
     heap, control = lax.optimization_barrier((heap, control))

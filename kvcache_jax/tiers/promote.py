@@ -127,13 +127,14 @@ def _restore_indexed(
     is_published = block_pool.is_published(pool, held)
     num_leading = jnp.sum(jnp.cumprod(is_published, axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32)
     pools = (*control.block_pools[:g], pool, *control.block_pools[g + 1 :])
-    return with_tier(
+    control = with_tier(
         control,
         tier,
         prefix_index=index,
         block_pools=pools,
         num_published=min_at(control.num_published, rows, num_leading),
     )
+    return config.hooks.note_published(control, new_ids)
 
 
 def _restore_linked(

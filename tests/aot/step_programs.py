@@ -143,7 +143,7 @@ def serve_arguments(config: kv.CacheConfig, decoder: Decoder) -> tuple:
     state = jax.eval_shape(lambda cache: empty_state(cache, sizes, outbox), shapes_of(config))
     table = RequestTable(sizes, dataclasses.replace(sizes, num_slots=64), 64, config.max_seq_len)
     inbox = jax.eval_shape(lambda: table.pack(False).inbox)
-    return state, decoder, inbox, i32(2)
+    return state, decoder, inbox, i32(3)
 
 
 def _engine(kernels: str, limits: Limits, **options_of_cache) -> Program:

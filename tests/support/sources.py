@@ -22,6 +22,7 @@ ROOMS = (
     "decoding",
     "compression",
     "chunks",
+    "conversations",
     "tiers",
     "processes",
     "engine",
