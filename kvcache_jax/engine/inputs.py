@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvcache_jax.arrays.masked_updates import get_at
+from kvcache_jax.decoding.prompt_parts import NO_PARTS, PromptParts
 
 AdvanceInputs = Callable[..., Mapping[str, jax.Array]]
 
@@ -30,18 +31,22 @@ class Inputs:
     """Values that requests of an engine may have, by name, and how they change.
 
     Attributes:
-      kinds: {name: dtype}, or a `jax.ShapeDtypeStruct` each.
+      kinds: {name: dtype}, or a `jax.ShapeDtypeStruct` each. Default: none.
       advance: `(inputs {name: [n, ...]}, tokens i32[n]) -> inputs`, pure: those that change after each of the
         requests' tokens, as the state of an automaton does. A parameter `params` is handed the model's.
+      parts: The way in which prompts are put together from parts that requests name. Default: no parts.
 
     Raises:
-      TypeError: no dtype.
+      TypeError: no dtype, no `PromptParts`.
     """
 
-    kinds: Mapping[str, Any]
+    kinds: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     advance: AdvanceInputs | None = None
+    parts: PromptParts = NO_PARTS
 
     def __post_init__(self):
+        if not isinstance(self.parts, PromptParts):
+            raise TypeError(f"parts is {self.parts!r}, expected a value such as a feature's `Parts`")
         self.specs()
 
     def specs(self) -> tuple[InputSpec, ...]:

@@ -12,7 +12,7 @@ in the order in which they were pushed, and is never used twice.
 
 import dataclasses
 import functools
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -48,6 +48,8 @@ class RequestArrays:
     parent_uid: jax.Array  # i32[R], the `uid` that it has if it is still that one
     # i32[R, I, 2], first position and end of multimodal items, equal ones for none; None for I = 0.
     items: jax.Array | None
+    # i32[R, P, 2], first place and end of the prompt's parts, in order, equal ones for none; None for P = 0.
+    parts: jax.Array | None
     inputs: dict[str, jax.Array]  # by name [R, ...], values of its own; see `inputs.py`
     wants_prompt: jax.Array  # bool[R], the log-probabilities of its prompt are reported
 
@@ -75,6 +77,9 @@ class TableSizes:
     num_tops: int = 0  # most probable tokens that are reported
     inputs: tuple[InputSpec, ...] = ()
     prompt_logprobs: bool = False  # whether requests may ask for them
+    # Parts of one prompt, and what says which those are; see `PromptParts.spans`.
+    num_parts: int = 0
+    spans: Callable[["GenerationRequest"], Sequence[tuple[int, int]]] | None = None
 
 
 def empty_requests(sizes: TableSizes) -> RequestArrays:
@@ -105,6 +110,7 @@ def empty_requests(sizes: TableSizes) -> RequestArrays:
         parent=column(num_slots),
         parent_uid=column(-1),
         items=column(0, (sizes.num_items, 2)) if sizes.num_items else None,
+        parts=column(0, (sizes.num_parts, 2)) if sizes.num_parts else None,
         inputs=empty_inputs(sizes.inputs, num_slots),
         wants_prompt=column(dtype=bool),
     )
@@ -129,6 +135,8 @@ class GenerationRequest:
       num_samples: Continuations, which share the prompt's blocks.
       deadline: Seconds after it was pushed, when it ends if it is not done. None: no end.
       items: First position and end of each multimodal item, as in `allocate`.
+      parts: First position and end of each part of the prompt that the engine keeps and puts into prompts at
+        any place; see `engine.Inputs`. With `prompt_logprobs` or `items` they are refused.
       inputs: Values of its own by the names that the engine declares; zeros where there is none.
       num_top_logprobs: Most probable tokens reported with each token. Default: as many as the engine has.
       prompt_logprobs: Reports the log-probabilities of the prompt's tokens, which the cache then does not
@@ -154,6 +162,7 @@ class GenerationRequest:
     num_samples: int = 1
     deadline: float | None = None
     items: Sequence[tuple[int, int]] = ()
+    parts: Sequence[tuple[int, int]] = ()
     inputs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     num_top_logprobs: int | None = None
     prompt_logprobs: bool = False
@@ -171,7 +180,13 @@ class GenerationRequest:
             raise ValueError(
                 f"sampling has the seeds {self.sampling.seed}, expected one: a request has one seed"
             )
-        items = _checked_items(self.items, len(prompt))
+        for name, spans in ("items", self.items), ("parts", self.parts):
+            object.__setattr__(self, name, _checked_spans(name, spans, len(prompt)))
+        if self.parts and (self.items or self.prompt_logprobs):
+            raise ValueError(
+                f"parts has {self.parts}, and there are items or prompt_logprobs, expected one of them: a "
+                "part is computed without the tokens before it, and is known by its token ids alone"
+            )
         checked: dict[str, Any] = {
             "prompt": prompt,
             "id": hashable_id("id", self.id),
@@ -181,7 +196,6 @@ class GenerationRequest:
             "client": static_count("client", self.client, least=0),
             "num_samples": static_count("num_samples", self.num_samples),
             "namespace": one_namespace(self.namespace),
-            "items": items,
             "inputs": {name: np.asarray(value) for name, value in dict(self.inputs).items()},
             "prompt_logprobs": static_flag("prompt_logprobs", self.prompt_logprobs),
         }
@@ -199,13 +213,13 @@ class GenerationRequest:
         return len(self.prompt) + self.max_new_tokens
 
 
-def _checked_items(items: Any, prompt_len: int) -> tuple[tuple[int, int], ...]:
+def _checked_spans(name: str, spans: Any, prompt_len: int) -> tuple[tuple[int, int], ...]:
     checked = []
-    for item in items:
-        first, end = (static_count("items", value, least=0) for value in item)
+    for span in spans:
+        first, end = (static_count(name, value, least=0) for value in span)
         if not first < end <= prompt_len:
             raise ValueError(
-                f"items has ({first}, {end}), expected first < end <= {prompt_len}, the prompt's tokens"
+                f"{name} has ({first}, {end}), expected first < end <= {prompt_len}, the prompt's tokens"
             )
         checked.append((first, end))
     return tuple(checked)

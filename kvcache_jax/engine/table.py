@@ -284,7 +284,7 @@ class RequestTable:
             if num_tokens + len(known) > sizes.num_tokens:
                 break
             slots[num_sent] = sample.slot
-            _write(columns, num_sent, sample, self._max_seq_len)
+            _write(columns, num_sent, sample, sizes, self._max_seq_len)
             if sample.parent is not None:
                 parents[num_sent] = sample.parent.slot
             columns.tokens[num_tokens : num_tokens + len(known)] = known  # type: ignore
@@ -333,7 +333,7 @@ class RequestTable:
         return len(self._to_send)
 
 
-def _write(columns: Any, i: int, sample: Sample, max_seq_len: int) -> None:
+def _write(columns: Any, i: int, sample: Sample, sizes: TableSizes, max_seq_len: int) -> None:
     """Writes a sample into entry `i` of an inbox's columns, in numpy."""
     request = sample.request
     columns.uid[i], columns.start[i] = sample.uid, sample.run[0]
@@ -353,6 +353,8 @@ def _write(columns: Any, i: int, sample: Sample, max_seq_len: int) -> None:
         columns.inputs[name][i] = value
     for k, item in enumerate(request.items):
         columns.items[i, k] = item
+    for k, span in enumerate(sizes.spans(request) if request.parts and sizes.spans else ()):
+        columns.parts[i, k] = span
 
 
 def checked_ids(
@@ -403,6 +405,13 @@ def check_fits(request: GenerationRequest, sizes: TableSizes, max_seq_len: int) 
             "prompt_logprobs=True)"
         )
     check_inputs(request.inputs, sizes.inputs)
+    if len(request.parts) > sizes.num_parts:
+        raise ValueError(
+            f"a request has {len(request.parts)} parts, expected at most {sizes.num_parts}: make the Engine "
+            "with a value that takes more, inputs=kv.engine.Inputs(parts=...)"
+        )
+    if request.parts and sizes.spans:
+        sizes.spans(request)
     # No token is stored of a request that the device will refuse.
     is_long = request.num_tokens - 1 > max_seq_len
     num_tokens = 0 if is_long else request.num_samples * request.num_tokens
