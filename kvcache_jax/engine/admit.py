@@ -62,7 +62,9 @@ def admit(state: EngineState, options: Options) -> EngineState:
         lack = jnp.where((slots[0] < num_slots) & (num_idle > 0), lack, 0)
         state = make_room_for(state, lack, parts.ids[0], options)
         cache = state.cache
-        is_gone = (parts.ids != wanted_parts(state, slots, options).ids).any(axis=1)
+        still = wanted_parts(state, slots, options)
+        assert still is not None
+        is_gone = (parts.ids != still.ids).any(axis=1)
     available = num_available(cache.control) - growth
     is_admitted = is_passed = jnp.zeros(slots.shape, bool)
     goes_on = jnp.bool_(True)

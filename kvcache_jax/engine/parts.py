@@ -123,23 +123,28 @@ def put_parts(state: EngineState, options: Options) -> EngineState:
     """Puts its parts into a row that has the tokens before the first one."""
     if state.parts is None:
         return state
+    parts_of = state.parts
     is_ready = state.is_running & (state.cache.context_len == state.first_part)
 
     def put(state: EngineState) -> EngineState:
-        assert state.parts is not None and state.requests.parts is not None
+        assert state.requests.parts is not None
         row = first_true(is_ready)[None]
-        slot, ids, first = state.row_request[row], state.parts.ids[row], state.cache.context_len[row]
+        slot, ids, first = state.row_request[row], parts_of.ids[row], state.cache.context_len[row]
         spans = state.requests.parts[slot]
         one_each = jnp.ones(len(state.cache.config.groups), jnp.int32)  # for a block that others hold, too
         state = make_room_for(state, one_each, ids, options)
+        assert state.parts is not None
         cache, is_put, is_again = options.parts.put(state.cache, row, ids, spans[..., 0])
         places = jnp.arange(state.cache.config.max_seq_len, dtype=jnp.int32)
-        is_part = (places >= spans[0, :, :1]) & (places < spans[0, :, 1:]) & (ids[0, :, None] != NO_PART)
-        last = jnp.max(jnp.where(is_part, places + 1, 0))
-        # The prompt's last token is computed as a next one, for its logits.
-        end = jnp.minimum(last, get_at(state.requests.prompt_len, slot, 0) - 1)
+        span = spans[0][..., None]
+        is_part = (places[None] >= span[:, 0]) & (places[None] < span[:, 1]) & (ids[0][:, None] != NO_PART)
+        last = jnp.max(jnp.where(is_part, places[None] + 1, 0))
+        # The prompt's last token is computed for its logits, as a next one; but in its place where generated
+        # tokens follow, whose blocks are reserved.
+        end = jnp.minimum(last, state.row_length[row] - 1)
         is_here = (places >= first) & (places < end[0])
-        is_again = is_here & (is_again | ~is_part.any(axis=0))
+        is_last = places == get_at(state.requests.prompt_len, slot, 0) - 1
+        is_again = is_here & (is_again | is_last | ~is_part.any(axis=0))
         control, _ = truncate_rows(
             cache.control,
             jnp.where(is_put & (end < last), row, state.cache.max_seqs),
