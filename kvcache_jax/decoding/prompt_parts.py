@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from kvcache_jax.core.config import CacheConfig
@@ -99,7 +100,7 @@ class PromptParts:
         Returns the cache; whether they are there, bool[], else nothing changed; and their places that are to
         be computed again, bool[max_seq_len].
         """
-        raise NotImplementedError
+        return cache, row[0] < 0, jnp.zeros(cache.config.max_seq_len, bool)
 
 
 NO_PARTS = PromptParts()

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 import kvcache_jax as kv
 from kvcache_jax.decoding.sampling import SamplingColumns, sample
@@ -21,6 +22,7 @@ from tests.support.tiny_model import VOCAB
 
 SHARE = 0.25
 AGAIN = first_of(SHARE)
+OTHER = tiny_model.make_params(seed=9)
 LIMITS = kv.engine.Limits(max_requests=12, max_tokens=12 * 49)
 
 
@@ -59,9 +61,10 @@ def draw(logits, columns, length):
 
 
 @functools.cache
-def alone(prompt, spans, max_new, sampling, sample_id, again=AGAIN):
+def alone(prompt, spans, max_new, sampling, sample_id, again=AGAIN, is_other=False):
     """What a request says without cache, engine or company, and the log-probabilities."""
-    given, is_given = composed(list(prompt), spans, again(spans))
+    params = OTHER if is_other else PARAMS
+    given, is_given = composed(list(prompt), spans, again(spans), params)
     columns = SamplingColumns(
         temperature=jnp.float32([sampling.temperature]),
         top_k=jnp.int32([sampling.top_k]),
@@ -73,19 +76,19 @@ def alone(prompt, spans, max_new, sampling, sample_id, again=AGAIN):
     for _ in range(max_new):
         num_more = len(said) - len(prompt)
         wide = [tuple(np.pad(x, [(0, num_more), (0, 0), (0, 0)]) for x in layer) for layer in given]
-        logits = dense(said, wide, np.pad(is_given, (0, num_more)))[0][-1]
+        logits = dense(said, wide, np.pad(is_given, (0, num_more)), params)[0][-1]
         token, logprob = draw(jnp.asarray(logits, jnp.float32), columns, len(said))
         said.append(int(token[0]))
         scores.append(float(logprob[0]))
     return said[len(prompt) :], scores
 
 
-def expect(said, request, spans=None, again=AGAIN, sample_ids=None):
+def expect(said, request, spans=None, again=AGAIN, sample_ids=None, is_other=False):
     """Every sample says what it says alone; one that was cancelled says a beginning of it."""
     spans = tuple(request.parts) if spans is None else spans
     for i in range(request.num_samples) if sample_ids is None else sample_ids:
         prompt = tuple(np.asarray(request.prompt).tolist())
-        tokens, scores = alone(prompt, spans, request.max_new_tokens, request.sampling, i, again)
+        tokens, scores = alone(prompt, spans, request.max_new_tokens, request.sampling, i, again, is_other)
         found, logprobs, why = said[request.id, i]
         assert why == "cancelled" or (why == "length" and len(found) == len(tokens)), (request.id, i, why)
         assert found == tokens[: len(found)], (request.id, i)
@@ -251,10 +254,89 @@ def test_every_kind_of_engine_puts_prompts_together(options, again):
 
 @pytest.mark.slow
 def test_a_mesh_of_rows_puts_prompts_together():
-    mesh = jax.make_mesh((1,), ("rows",))
+    mesh = Mesh(np.array(jax.devices()[:2]), ("rows",))
     engine, said = make_engine(placement=kv.engine.Placement(mesh, row_axis="rows")), {}
     requests = [ask(parts, 5, i) for i, parts in enumerate(EDGES)]
     assert engine.push(requests) == 6
     note(said, engine)
     for request in requests:
         expect(said, request)
+
+
+def test_other_weights_have_passages_of_their_own():
+    """One that was computed under both is kept under none, even if the first ones come back."""
+    names = [kv.namespace(weights=name) for name in ("first", "other")]
+    engine, said = make_engine(namespace=names[0]), {}
+    request = ask([[7, 2, 9], d, [5, 1]], 5, "back")
+    assert engine.push([request]) == 1
+    for params, name in (OTHER, names[1]), (PARAMS, names[0]):
+        engine.drain(max_steps=1)
+        check_state(engine.state)
+        engine.set_params(params, name)
+    note(said, engine)
+    expect(said, request)
+    engine.set_params(OTHER, names[1])
+    late = ask([[7, 2, 9], d, [5, 1]], 5, "late")
+    expect(collect(engine, [late]), late, is_other=True)
+    assert (np.asarray(engine.state.cache.control.extras["chunks"].length) == 12).sum() == 2
+
+
+def not_a_number(params, tokens, cache, step):
+    """The model, whose logits after a passage computed alone are no numbers."""
+    logits, cache = forward(params, tokens, cache, step)
+    is_bad = (tokens == b[-1]) & (step.positions == len(b) - 1)
+    return jnp.where(is_bad[..., None], jnp.nan, logits), cache
+
+
+@pytest.mark.slow
+def test_a_passage_without_numbers_is_other_text():
+    engine = make_engine(model=not_a_number)
+    request = ask([[7, 2], a, b, [5, 1, 4]], 5, "a")
+    said = collect(engine, [request])
+    expect(said, request, tuple(request.parts)[:1])
+
+
+def refuse(match, kind=ValueError):
+    return pytest.raises(kind, match=match)
+
+
+def test_what_cannot_be_put_together_is_refused_by_name():
+    reuse = kv.chunks.Reuse(rotate=ROTATE)
+    with refuse(r"reuse is 0.2, expected kv\.chunks\.Reuse", TypeError):
+        kv.chunks.Parts(reuse=0.2)  # type: ignore
+    with refuse("max_parts is 0, expected at least 1"):
+        kv.chunks.Parts(reuse=reuse, max_parts=0)
+    observed = kv.chunks.Reuse(rotate=ROTATE, selector="key deviation", observe=lambda *_: _)
+    with refuse("selector 'key deviation', which looks at the model's first layers, expected one that"):
+        kv.chunks.Parts(reuse=observed)
+    with refuse("parts is 3, expected a value such as", TypeError):
+        kv.engine.Inputs(parts=3)  # type: ignore
+    with refuse(r"Engine got a cache without a store .* expected one built with"):
+        make_engine(dict(extras=[]))
+    with refuse("batch_invariant is True and requests may have parts, expected one of them"):
+        make_engine(batch_invariant=True)
+    window = kv.CacheConfig([kv.SlidingWindow(1, 4, window=8)], extras=[kv.chunks.Store(3, 12)])
+    with refuse(r"layers\[0\] is SlidingWindow.*, expected layers that keep all tokens"):
+        kv.Engine(forward, PARAMS, window, inputs=kv.engine.Inputs(parts=kv.chunks.Parts(reuse=reuse)))
+
+
+def test_parts_that_are_none_are_refused_by_name():
+    for parts in ([(0, 0)], [(2, 1)], [(3, 5)]):
+        with refuse(r"parts has \(\d, \d\), expected first < end <= 4, the prompt's tokens"):
+            kv.GenerationRequest([1, 2, 3, 4], 3, parts=parts)
+    for more in (dict(prompt_logprobs=True), dict(items=[(0, 2)])):
+        with refuse("there are items or prompt_logprobs, expected one of them"):
+            kv.GenerationRequest([1, 2, 3, 4], 3, parts=[(0, 2)], **more)
+    engine = make_engine()
+    prompt = [1] * 20
+    for parts, match in (
+        ([(0, 2), (1, 3)], r"parts has the spans \(0, 2\) and \(1, 3\), expected spans that do not overlap"),
+        ([(0, 13)], r"parts has the span \(0, 13\) of 13 tokens, expected at most max_chunk_len = 12"),
+        ([(i, i + 1) for i in range(5)], "a request has 5 parts, expected at most 4: make the Engine"),
+    ):
+        with refuse(match):
+            engine.push([kv.GenerationRequest(prompt, 3, parts=parts)])
+    assert not engine.num_unfinished
+    plain = kv.Engine(forward, PARAMS, config())
+    with refuse("a request has 1 parts, expected at most 0: make the Engine with a value that takes more"):
+        plain.push([kv.GenerationRequest(prompt, 3, parts=[(0, 2)])])
