@@ -50,7 +50,7 @@ def admit(state: EngineState, options: Options) -> EngineState:
     if parts is not None:
         is_alone = parts.alone_len > 0
     prompts, hits = look_up(state, slots, None if parts is None else parts.alone_len)
-    is_computed = _is_computed(state, slots, is_alone, prompts, hits)
+    is_computed = _is_computed(state, slots, prompts, hits, is_alone)
     required = jnp.stack(required_blocks(cache.control, prompts, hits, cache.config))
     required = jnp.where(is_alone, 2 * required, required)  # the row's, and those that are kept
     wanted = (state.num_to_compute > 0).astype(jnp.int32)
@@ -88,9 +88,11 @@ def admit(state: EngineState, options: Options) -> EngineState:
 
 
 def _is_computed(
-    state: EngineState, slots: jax.Array, is_alone: jax.Array, prompts: Prompts, hits: Hits
+    state: EngineState, slots: jax.Array, prompts: Prompts, hits: Hits, is_alone: jax.Array | bool = False
 ) -> jax.Array:
     """Tests which owners are to compute and publish a block that a candidate lacks: bool[max_seqs + n, n].
+
+    Candidates that are `is_alone` bool[n] publish nothing.
 
     Owners are the rows, and then the candidates themselves, each for those after it.
     """

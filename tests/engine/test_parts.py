@@ -179,6 +179,16 @@ def fitting(request, num_blocks, num_places):
     return tuple(found)
 
 
+def test_what_was_computed_as_other_text_is_no_passage():
+    """The same tokens with and without passages, in turns: blocks of one are not the other's."""
+    engine, text_of = make_engine(), [[7, 2, 9, 1, 4], a, [5, 1]]
+    for i in range(4):
+        request = ask(text_of if i % 2 else [list(part) for part in text_of], 5, i)
+        expect(collect(engine, [request]), request)
+        assert bool(request.parts) == bool(i % 2)
+    assert counted(engine, "CACHED_TOKENS") >= 4 + 16 + 4  # the text before passages, and the other text
+
+
 def random_requests(rng, num):
     for i in range(num):
         parts = [rng.integers(VOCAB, size=rng.integers(0, 5)).tolist()]
