@@ -186,6 +186,16 @@ def table_sizes(limits: Limits, config: CacheConfig, inputs: Inputs) -> TableSiz
     """Works out the sizes of a table of requests."""
 
     def spans(request: GenerationRequest) -> Sequence[tuple[int, int]]:
+        if request.items or request.prompt_logprobs:
+            raise ValueError(
+                f"a request has parts {request.parts} and items or prompt_logprobs, expected one of them: a "
+                "part is computed without the tokens before it, and is known by its token ids alone"
+            )
+        if len(request.parts) > inputs.parts.max_parts:
+            raise ValueError(
+                f"a request has {len(request.parts)} parts, expected at most max_parts = "
+                f"{inputs.parts.max_parts} of the Engine's inputs=kv.engine.Inputs(parts=...): raise it"
+            )
         # Its last token is not stored.
         return inputs.parts.spans(np.asarray(request.prompt), request.parts, request.num_tokens - 1, config)
 
@@ -202,7 +212,7 @@ def table_sizes(limits: Limits, config: CacheConfig, inputs: Inputs) -> TableSiz
         inputs=inputs.specs(),
         prompt_logprobs=limits.prompt_logprobs,
         num_parts=inputs.parts.max_parts,
-        spans=spans,
+        spans=spans if inputs.parts.max_parts else None,
     )
 
 

@@ -13,7 +13,7 @@ from kvcache_jax.decoding.prompt_parts import NO_PART
 
 @pytree_dataclass()
 class PartRows:
-    """What rows compute of a prompt with parts, of whose request they belong to.
+    """Rows of requests whose prompts have parts.
 
     A request whose parts are not all kept gets a row that computes the first one that is missing, alone, is
     freed, and waits again; one such row runs at a time. Once none is missing it gets a row for its prompt.

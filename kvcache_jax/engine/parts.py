@@ -16,7 +16,7 @@ from kvcache_jax.operations.truncate import truncate_rows
 
 
 class Wanted(NamedTuple):
-    """What requests i32[n] need before they are put together."""
+    """Parts that requests i32[n] need before they are put together."""
 
     ids: jax.Array  # i32[n, P], their parts that are kept; `NO_PART` for none
     alone: jax.Array  # i32[n, 2], the first part that is not; equal ones for none

@@ -25,7 +25,7 @@ from kvcache_jax.core.arguments import hashable_id, namespace_words, one_priorit
 from kvcache_jax.core.token_arguments import host_tokens
 from kvcache_jax.decoding.options import GREEDY, SamplingParams, require_option
 from kvcache_jax.decoding.sampling import SamplingColumns
-from kvcache_jax.engine.inputs import InputSpec, empty_inputs
+from kvcache_jax.engine.inputs import PARTS, InputSpec, empty_inputs
 from kvcache_jax.engine.stop_text import StopStrings
 
 
@@ -135,9 +135,8 @@ class GenerationRequest:
       num_samples: Continuations, which share the prompt's blocks.
       deadline: Seconds after it was pushed, when it ends if it is not done. None: no end.
       items: First position and end of each multimodal item, as in `allocate`.
-      parts: First position and end of each part of the prompt that the engine keeps and puts into prompts at
-        any place; see `engine.Inputs`. With `prompt_logprobs` or `items` they are refused.
-      inputs: Values of its own by the names that the engine declares; zeros where there is none.
+      inputs: Values of its own by the names that the engine declares; zeros where there is none. "parts" are
+        pairs, first position and end of each part of its prompt, for an engine that puts prompts together.
       num_top_logprobs: Most probable tokens reported with each token. Default: as many as the engine has.
       prompt_logprobs: Reports the log-probabilities of the prompt's tokens, which the cache then does not
         serve. Of several samples the first one's events have them.
@@ -162,7 +161,6 @@ class GenerationRequest:
     num_samples: int = 1
     deadline: float | None = None
     items: Sequence[tuple[int, int]] = ()
-    parts: Sequence[tuple[int, int]] = ()
     inputs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     num_top_logprobs: int | None = None
     prompt_logprobs: bool = False
@@ -180,13 +178,7 @@ class GenerationRequest:
             raise ValueError(
                 f"sampling has the seeds {self.sampling.seed}, expected one: a request has one seed"
             )
-        for name, spans in ("items", self.items), ("parts", self.parts):
-            object.__setattr__(self, name, _checked_spans(name, spans, len(prompt)))
-        if self.parts and (self.items or self.prompt_logprobs):
-            raise ValueError(
-                f"parts has {self.parts}, and there are items or prompt_logprobs, expected one of them: a "
-                "part is computed without the tokens before it, and is known by its token ids alone"
-            )
+        items = _checked_items(self.items, len(prompt))
         checked: dict[str, Any] = {
             "prompt": prompt,
             "id": hashable_id("id", self.id),
@@ -196,6 +188,7 @@ class GenerationRequest:
             "client": static_count("client", self.client, least=0),
             "num_samples": static_count("num_samples", self.num_samples),
             "namespace": one_namespace(self.namespace),
+            "items": items,
             "inputs": {name: np.asarray(value) for name, value in dict(self.inputs).items()},
             "prompt_logprobs": static_flag("prompt_logprobs", self.prompt_logprobs),
         }
@@ -208,18 +201,23 @@ class GenerationRequest:
             object.__setattr__(self, name, value)
 
     @property
+    def parts(self) -> list[tuple[int, int]]:
+        """Parts of the prompt, where an engine declares them."""
+        return self.inputs[PARTS].tolist() if PARTS in self.inputs else []
+
+    @property
     def num_tokens(self) -> int:
         """Tokens of the prompt and of its longest continuation."""
         return len(self.prompt) + self.max_new_tokens
 
 
-def _checked_spans(name: str, spans: Any, prompt_len: int) -> tuple[tuple[int, int], ...]:
+def _checked_items(items: Any, prompt_len: int) -> tuple[tuple[int, int], ...]:
     checked = []
-    for span in spans:
-        first, end = (static_count(name, value, least=0) for value in span)
+    for item in items:
+        first, end = (static_count("items", value, least=0) for value in item)
         if not first < end <= prompt_len:
             raise ValueError(
-                f"{name} has ({first}, {end}), expected first < end <= {prompt_len}, the prompt's tokens"
+                f"items has ({first}, {end}), expected first < end <= {prompt_len}, the prompt's tokens"
             )
         checked.append((first, end))
     return tuple(checked)

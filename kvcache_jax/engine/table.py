@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvcache_jax.engine.inputs import check_inputs
+from kvcache_jax.engine.inputs import PARTS, check_inputs
 from kvcache_jax.engine.program import Inbox
 from kvcache_jax.engine.requests import (
     GenerationRequest,
@@ -349,12 +349,13 @@ def _write(columns: Any, i: int, sample: Sample, sizes: TableSizes, max_seq_len:
     if sample.parent is not None:
         columns.parent_uid[i] = sample.parent.uid
     columns.wants_prompt[i] = request.prompt_logprobs and sample.parent is None
-    for name, value in request.inputs.items():
-        columns.inputs[name][i] = value
+    for name, column in columns.inputs.items():
+        column[i] = request.inputs.get(name, 0)
     for k, item in enumerate(request.items):
         columns.items[i, k] = item
-    for k, span in enumerate(sizes.spans(request) if request.parts and sizes.spans else ()):
-        columns.parts[i, k] = span
+    if sizes.spans is not None and PARTS in request.inputs:
+        for k, span in enumerate(sizes.spans(request)):
+            columns.parts[i, k] = span
 
 
 def checked_ids(
@@ -404,14 +405,11 @@ def check_fits(request: GenerationRequest, sizes: TableSizes, max_seq_len: int) 
             "a request has prompt_logprobs=True, expected an Engine made for them: limits=kv.engine.Limits("
             "prompt_logprobs=True)"
         )
-    check_inputs(request.inputs, sizes.inputs)
-    if len(request.parts) > sizes.num_parts:
-        raise ValueError(
-            f"a request has {len(request.parts)} parts, expected at most {sizes.num_parts}: make the Engine "
-            "with a value that takes more, inputs=kv.engine.Inputs(parts=...)"
-        )
-    if request.parts and sizes.spans:
+    inputs = dict(request.inputs)
+    if sizes.spans is not None and PARTS in inputs:
+        del inputs[PARTS]
         sizes.spans(request)
+    check_inputs(inputs, sizes.inputs)
     # No token is stored of a request that the device will refuse.
     is_long = request.num_tokens - 1 > max_seq_len
     num_tokens = 0 if is_long else request.num_samples * request.num_tokens

@@ -52,7 +52,9 @@ def ask(parts, max_new, request_id, **options):
         if isinstance(part, tuple):
             spans.append((len(prompt), len(prompt) + len(part)))
         prompt += part
-    return kv.GenerationRequest(prompt, max_new, id=request_id, parts=spans, **options)
+    return kv.GenerationRequest(
+        prompt, max_new, id=request_id, inputs={"parts": spans} if spans else {}, **options
+    )
 
 
 @functools.partial(jax.jit, static_argnames="length")
@@ -189,6 +191,17 @@ def test_what_was_computed_as_other_text_is_no_passage():
     assert counted(engine, "CACHED_TOKENS") >= 4 + 16 + 4  # the text before passages, and the other text
 
 
+def test_kept_passages_give_way_to_rows():
+    """They hold 9 of 20 blocks; a prompt needs 12, or a row comes to need them."""
+    engine = make_engine()
+    for prompt_len, max_new in (46, 2), (30, 18):
+        kept = [ask([[1], text(seed, 12), [2]], 1, seed) for seed in (20, 21, 22)]
+        collect(engine, kept)
+        assert (np.asarray(engine.state.cache.control.extras["chunks"].length) == 12).all()
+        request = ask([list(text(prompt_len, prompt_len))], max_new, "long")
+        expect(collect(engine, [request], most_drains=60), request)
+
+
 def random_requests(rng, num):
     for i in range(num):
         parts = [rng.integers(VOCAB, size=rng.integers(0, 5)).tolist()]
@@ -306,7 +319,7 @@ def test_a_passage_without_numbers_is_other_text():
     expect(said, request, tuple(request.parts)[:1])
 
 
-def refuse(match, kind=ValueError):
+def refuse(match, kind: type[Exception] = ValueError):
     return pytest.raises(kind, match=match)
 
 
@@ -321,6 +334,8 @@ def test_what_cannot_be_put_together_is_refused_by_name():
         kv.chunks.Parts(reuse=observed)
     with refuse("parts is 3, expected a value such as", TypeError):
         kv.engine.Inputs(parts=3)  # type: ignore
+    with refuse("kinds has 'parts', expected another name"):
+        kv.engine.Inputs({"parts": jnp.int32}, parts=kv.chunks.Parts(reuse=reuse))
     with refuse(r"Engine got a cache without a store .* expected one built with"):
         make_engine(dict(extras=[]))
     with refuse("batch_invariant is True and requests may have parts, expected one of them"):
@@ -331,22 +346,26 @@ def test_what_cannot_be_put_together_is_refused_by_name():
 
 
 def test_parts_that_are_none_are_refused_by_name():
-    for parts in ([(0, 0)], [(2, 1)], [(3, 5)]):
-        with refuse(r"parts has \(\d, \d\), expected first < end <= 4, the prompt's tokens"):
-            kv.GenerationRequest([1, 2, 3, 4], 3, parts=parts)
-    for more in (dict(prompt_logprobs=True), dict(items=[(0, 2)])):
-        with refuse("there are items or prompt_logprobs, expected one of them"):
-            kv.GenerationRequest([1, 2, 3, 4], 3, parts=[(0, 2)], **more)
-    engine = make_engine()
-    prompt = [1] * 20
-    for parts, match in (
-        ([(0, 2), (1, 3)], r"parts has the spans \(0, 2\) and \(1, 3\), expected spans that do not overlap"),
-        ([(0, 13)], r"parts has the span \(0, 13\) of 13 tokens, expected at most max_chunk_len = 12"),
-        ([(i, i + 1) for i in range(5)], "a request has 5 parts, expected at most 4: make the Engine"),
-    ):
-        with refuse(match):
-            engine.push([kv.GenerationRequest(prompt, 3, parts=parts)])
-    assert not engine.num_unfinished
+    engine, prompt = make_engine(), [1] * 20
     plain = kv.Engine(forward, PARAMS, config())
-    with refuse("a request has 1 parts, expected at most 0: make the Engine with a value that takes more"):
-        plain.push([kv.GenerationRequest(prompt, 3, parts=[(0, 2)])])
+    one, both = [(0, 2)], "and items or prompt_logprobs, expected one of them"
+    options: dict[str, Any]
+    for asked, parts, options, match in (
+        (engine, [(2, 1)], {}, r"parts has the span \(2, 1\), expected 0 <= start < end <= 20"),
+        (engine, [(19, 21)], {}, r"parts has the span \(19, 21\), expected 0 <= start < end <= 20"),
+        (
+            engine,
+            [(0, 2), (1, 3)],
+            {},
+            r"the spans \(0, 2\) and \(1, 3\), expected spans that do not overlap",
+        ),
+        (engine, [(0, 13)], {}, r"the span \(0, 13\) of 13 tokens, expected at most max_chunk_len = 12"),
+        (engine, [(i, i + 1) for i in range(5)], {}, "5 parts, expected at most max_parts = 4 of the Engine"),
+        (engine, one, dict(prompt_logprobs=True), both),
+        (engine, one, dict(items=[(0, 2)]), both),
+        (plain, one, {}, "a request has the input 'parts', expected one of"),
+    ):
+        request = kv.GenerationRequest(prompt, 3, inputs={"parts": parts}, **options)
+        with refuse(match):
+            asked.push([request])
+        assert not asked.num_unfinished
