@@ -25,8 +25,8 @@ class ChunkParts(PromptParts):
     """Passages of an engine's requests, at any place: `kv.engine.Inputs(parts=kv.chunks.Parts(reuse=...))`.
 
     A request names them, `GenerationRequest(prompt, 9, inputs={"parts": [(3, 23)]})`, and its tokens are as
-    with `generate` and `chunks.Prompts`. Each is computed once, alone, and kept in the cache's `Store`; one at
-    a time, while other rows go on. All layers must keep all tokens.
+    with `generate` and `chunks.Prompts`. Each is computed once, alone, and kept in the cache's `Store`; one
+    at a time, while other rows go on. All layers must keep all tokens.
 
     Attributes:
       reuse: Says how chunks are composed, and how much of them is computed again; by a selector that looks at

@@ -384,6 +384,10 @@ def checked_ids(
 
 def check_fits(request: GenerationRequest, sizes: TableSizes, max_seq_len: int) -> None:
     """Refuses a request that has more of something than the table takes of any."""
+    inputs = dict(request.inputs)
+    if sizes.spans is not None and PARTS in inputs:
+        del inputs[PARTS]
+        sizes.spans(request)
     for what, value, most, name in (
         ("stop tokens", len(request.stop_tokens), sizes.num_stops, "max_stop_tokens"),
         ("items", len(request.items), sizes.num_items, "max_items"),
@@ -405,10 +409,6 @@ def check_fits(request: GenerationRequest, sizes: TableSizes, max_seq_len: int) 
             "a request has prompt_logprobs=True, expected an Engine made for them: limits=kv.engine.Limits("
             "prompt_logprobs=True)"
         )
-    inputs = dict(request.inputs)
-    if sizes.spans is not None and PARTS in inputs:
-        del inputs[PARTS]
-        sizes.spans(request)
     check_inputs(inputs, sizes.inputs)
     # No token is stored of a request that the device will refuse.
     is_long = request.num_tokens - 1 > max_seq_len

@@ -87,7 +87,7 @@ def alone(prompt, spans, max_new, sampling, sample_id, again=AGAIN, is_other=Fal
 
 def expect(said, request, spans=None, again=AGAIN, sample_ids=None, is_other=False):
     """Every sample says what it says alone; one that was cancelled says a beginning of it."""
-    spans = tuple(request.parts) if spans is None else spans
+    spans = tuple(map(tuple, request.parts)) if spans is None else spans
     for i in range(request.num_samples) if sample_ids is None else sample_ids:
         prompt = tuple(np.asarray(request.prompt).tolist())
         tokens, scores = alone(prompt, spans, request.max_new_tokens, request.sampling, i, again, is_other)
@@ -316,7 +316,7 @@ def test_a_passage_without_numbers_is_other_text():
     engine = make_engine(model=not_a_number)
     request = ask([[7, 2], a, b, [5, 1, 4]], 5, "a")
     said = collect(engine, [request])
-    expect(said, request, tuple(request.parts)[:1])
+    expect(said, request, tuple(map(tuple, request.parts))[:1])
 
 
 def refuse(match, kind: type[Exception] = ValueError):
