@@ -13,6 +13,7 @@ from kvcache_jax.chunks.chunk_store import StoredChunks as Stored
 from kvcache_jax.chunks.chunk_store import evict_chunks as evict
 from kvcache_jax.chunks.chunk_store import free_chunks as free
 from kvcache_jax.chunks.compose_chunks import compose
+from kvcache_jax.chunks.prompt_parts import ChunkParts as Parts
 from kvcache_jax.chunks.prompts import Prompts
 from kvcache_jax.chunks.store_chunk import find_chunks as find
 from kvcache_jax.chunks.store_chunk import store_chunk as store
@@ -20,6 +21,7 @@ from kvcache_jax.chunks.store_chunk import store_chunk as store
 __all__ = [
     "Chunks",
     "Metadata",
+    "Parts",
     "Prompts",
     "Reuse",
     "Store",

@@ -130,8 +130,15 @@ def prompt_spans(call: PromptCall, spans: Any, reuse: Any) -> list[list[Span]]:
         name = f"spans[{i}]"
         ordered = _ordered(name, of_prompt, len(prompt), store.max_chunk_len)
         ordered = _within_windows(name, ordered, len(prompt), config)
-        found.append(_with_room(ordered, prompt, config, store.num_chunks))
+        found.append(_with_room(ordered, prompt, len(prompt), config, store.num_chunks))
     return found
+
+
+def request_spans(prompt: np.ndarray, parts: Any, num_tokens: int, config: CacheConfig) -> list[Span]:
+    """Checks the chunks of a request's prompt, whose row comes to hold `num_tokens`, as `prompt_spans`."""
+    store = require_store("Engine", config)
+    ordered = _ordered("parts", parts, len(prompt), store.max_chunk_len)
+    return _with_room(ordered, prompt, num_tokens, config, store.num_chunks)
 
 
 def _ordered(name: str, spans: Any, num_tokens: int, max_chunk_len: int) -> list[Span]:
@@ -180,8 +187,10 @@ def _within_windows(name: str, spans: list[Span], num_tokens: int, config: Cache
     return spans
 
 
-def _with_room(spans: list[Span], prompt: np.ndarray, config: CacheConfig, num_chunks: int) -> list[Span]:
-    """Leaves out the spans of a prompt that do not fit beside it and the others, in order.
+def _with_room(
+    spans: list[Span], prompt: np.ndarray, num_tokens: int, config: CacheConfig, num_chunks: int
+) -> list[Span]:
+    """Leaves out the spans of a prompt that do not fit beside its row and the others, in order.
 
     It does not depend on the contents of the cache: the rest can be evicted, and chunks be forgotten.
     """
@@ -189,7 +198,7 @@ def _with_room(spans: list[Span], prompt: np.ndarray, config: CacheConfig, num_c
     fitting = []
     # A prompt that was found in part copies a block; while chunks are computed it holds none yet.
     num_left = [
-        group.num_blocks - min(ceil_div(len(prompt), group.block_size), group.max_held_blocks) - 1
+        group.num_blocks - min(ceil_div(num_tokens, group.block_size), group.max_held_blocks) - 1
         for group in config.groups
     ]
     for start, end in spans:

@@ -210,19 +210,33 @@ def evict_chunks(
 def _evict(
     control: Control, keep: jax.Array, num_places: jax.Array, num_blocks: jax.Array, *, config: CacheConfig
 ) -> tuple[Control, jax.Array]:
+    num_going, going = _going(control, keep, num_places, [num_blocks] * len(config.groups))
+    return forget_chunks(control, going), num_going
+
+
+def make_room(
+    control: Control, keep: jax.Array, num_places: jax.Array, num_blocks: Sequence[jax.Array]
+) -> Control:
+    """Forgets chunks as `evict_chunks`, for `num_blocks` i32[] of each group."""
+    return forget_chunks(control, _going(control, keep, num_places, num_blocks)[1])
+
+
+def _going(
+    control: Control, keep: jax.Array, num_places: jax.Array, num_blocks: Sequence[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """Chooses the chunks to forget: their number, and their ids i32[num_chunks]."""
     chunks = chunks_of(control)
     may_go = set_at(chunks.length > 0, keep, False)
     rank = _ranks(chunks, may_go, control.clock)
     num_going = jnp.arange(chunks.num_chunks + 1, dtype=jnp.int32)
     suffices = jnp.sum(chunks.length == 0, dtype=jnp.int32) + num_going >= num_places
-    for pool, ids in zip(control.block_pools, chunks.block_ids, strict=True):
+    for pool, ids, num in zip(control.block_pools, chunks.block_ids, num_blocks, strict=True):
         freed = jnp.cumsum(_num_freed(pool, ids, rank), dtype=jnp.int32)
-        suffices &= block_pool.num_available(pool) + jnp.pad(freed, (1, 0)) >= num_blocks
+        suffices &= block_pool.num_available(pool) + jnp.pad(freed, (1, 0)) >= num
     suffices &= num_going <= jnp.sum(may_go, dtype=jnp.int32)
     num_evicted = jnp.min(jnp.where(suffices, num_going, chunks.num_chunks + 1))
     num_evicted = jnp.where(num_evicted > chunks.num_chunks, 0, num_evicted)
-    going = jnp.where(rank < num_evicted, num_going[:-1], chunks.num_chunks)
-    return forget_chunks(control, going), num_evicted
+    return num_evicted, jnp.where(rank < num_evicted, num_going[:-1], chunks.num_chunks)
 
 
 def _ranks(chunks: Chunks, mask: jax.Array, clock: jax.Array) -> jax.Array:

@@ -192,7 +192,7 @@ class ChunkRows(PromptRows):
             )
             chunks = chunks._replace(**observed)
         share, seed = np.float32(reuse.share), np.uint32(reuse.seed)
-        is_selected = _selected(chunks, placed.lengths, share, seed, selector=reuse.selector)
+        is_selected = selected(chunks, placed.lengths, share, seed, selector=reuse.selector)
         return cache, np.asarray(is_selected)
 
     def _placed(self, cache: Cache, prompt_id: int, chunk_ids: Sequence[int]) -> _Placed:
@@ -237,7 +237,7 @@ def _is_ok(status: jax.Array) -> bool:
 
 
 @functools.partial(jax.jit, static_argnames="selector")
-def _selected(
+def selected(
     chunks: ChunkMetadata, lengths: jax.Array, share: jax.Array, seed: jax.Array, *, selector: str
 ) -> jax.Array:
     """Chooses the tokens of one row's chunks that are computed again, bool[max_seq_len]."""

@@ -27,6 +27,7 @@ from kvcache_jax.engine.order import (
     rows_in_order,
     waits,
 )
+from kvcache_jax.engine.parts import Wanted, make_room_for, wanted_parts
 from kvcache_jax.engine.state import EngineState, Phase, count
 from kvcache_jax.operations.allocate import Hits, Prompts, allocate_rows, required_blocks
 from kvcache_jax.operations.fork import fork_rows
@@ -45,20 +46,34 @@ def admit(state: EngineState, options: Options) -> EngineState:
     """
     cache, num_slots = state.cache, state.requests.num_slots
     slots = next_waiting(state, options, min(options.most_admissions, cache.max_seqs, num_slots))
-    prompts, hits = look_up(state, slots)
-    is_computed = _is_computed(state, slots, prompts, hits)
+    parts = wanted_parts(state, slots, options)
+    is_alone = is_gone = jnp.zeros(slots.shape, bool)
+    if parts is not None:
+        is_alone = parts.alone_len > 0
+    prompts, hits = look_up(state, slots, None if parts is None else parts.alone_len)
+    is_computed = _is_computed(state, slots, prompts, hits, is_alone)
     required = jnp.stack(required_blocks(cache.control, prompts, hits, cache.config))
+    required = jnp.where(is_alone, 2 * required, required)  # the row's, and those that are kept
     wanted = (state.num_to_compute > 0).astype(jnp.int32)
     growth = jnp.sum(needs(cache.control, wanted, cache.config).num_blocks, axis=1, dtype=jnp.int32)
-    available, is_running = num_available(cache.control) - growth, state.is_running.any()
     num_reserved = jnp.array(options.num_reserved(cache), jnp.int32)
-    num_idle = num_true(~cache.is_active)
+    num_idle, is_running = num_true(~cache.is_active), state.is_running.any()
+    if parts is not None:  # the first request is worth more than parts that no row is given
+        lack = required[:, 0] + growth + jnp.where(is_running, num_reserved, 0)
+        lack = jnp.where((slots[0] < num_slots) & (num_idle > 0), lack, 0)
+        state = make_room_for(state, lack, parts.ids[0], options)
+        cache = state.cache
+        still = wanted_parts(state, slots, options)
+        assert still is not None
+        is_gone = (parts.ids != still.ids).any(axis=1)
+    available = num_available(cache.control) - growth
     is_admitted = is_passed = jnp.zeros(slots.shape, bool)
     goes_on = jnp.bool_(True)
     for i in range(slots.size):
         goes_on &= (slots[i] < num_slots) & (num_true(is_admitted) < num_idle)
         is_owner = jnp.append(jnp.ones(cache.max_seqs, bool), is_admitted)
         passes = (is_computed[:, i] & is_owner).any()
+        passes |= is_alone[i] & (state.is_alone.any() | (is_alone & is_admitted).any()) | is_gone[i]
         num_blocks = required[:, i] - _num_revived(cache.control, hits, i, is_admitted)
         # The watermark does not bind while no row runs, or a large request would wait for ever.
         held_back = jnp.where(is_running | is_admitted.any(), num_reserved, 0)
@@ -67,23 +82,31 @@ def admit(state: EngineState, options: Options) -> EngineState:
         goes_on &= passes | fits
         is_admitted = is_admitted.at[i].set(goes_on & ~passes)
         available -= jnp.where(is_admitted[i], num_blocks, 0)
-    state = _start(state, jnp.where(is_admitted, slots, num_slots), prompts, hits)
+    state = _start(state, jnp.where(is_admitted, slots, num_slots), prompts, hits, parts)
     cache = state.cache.config.keeper.settle(state.cache)
     # There may be more to admit, or some were passed: in both cases a later step has to look again.
     return dataclasses.replace(state, cache=cache, may_admit=goes_on | is_passed.any())
 
 
-def _is_computed(state: EngineState, slots: jax.Array, prompts: Prompts, hits: Hits) -> jax.Array:
+def _is_computed(
+    state: EngineState, slots: jax.Array, prompts: Prompts, hits: Hits, is_alone: jax.Array | bool = False
+) -> jax.Array:
     """Tests which owners are to compute and publish a block that a candidate lacks: bool[max_seqs + n, n].
+
+    Candidates that are `is_alone` bool[n] publish nothing.
 
     Owners are the rows, and then the candidates themselves, each for those after it.
     """
     cache, num = state.cache, slots.shape[0]
     if cache.control.prefix_index is None:
         return jnp.zeros((cache.max_seqs + num, num), bool)
-    owners = jnp.append(jnp.where(state.may_publish, state.row_request, state.requests.num_slots), slots)
+    nothing = state.requests.num_slots
+    owners = jnp.where(state.may_publish & ~state.is_alone, state.row_request, nothing)
+    owners = jnp.append(owners, jnp.where(is_alone, nothing, slots))
     length, num_known = get_at(state.length, owners, 0), jnp.append(cache.context_len, hits.num_tokens)
-    is_computing = num_known < jnp.maximum(get_at(state.requests.prompt_len, owners, 0), length - 1)
+    num_published = jnp.maximum(get_at(state.requests.prompt_len, owners, 0), length - 1)
+    length = jnp.minimum(length, state.prefix_len(owners))
+    is_computing = num_known < jnp.minimum(num_published, state.prefix_len(owners))
     order = jnp.arange(num, dtype=jnp.int32)
     is_before = (order[:, None] < order[None]) & (num_true(~cache.is_active) > 1)
     is_before = jnp.concatenate([jnp.ones((cache.max_seqs, num), bool), is_before])
@@ -95,7 +118,8 @@ def _is_computed(state: EngineState, slots: jax.Array, prompts: Prompts, hits: H
     block_size = cache.config.groups[cache.config.indexed_group].block_size
     num_needed = (quotient(hits.num_tokens, block_size) + 1) * block_size
     # A row computes the last token of its prompt itself: a block that ends with it is no reason to wait.
-    num_own = jnp.minimum(length[:, None], prompts.num_tokens[None] - 1)
+    num_own = jnp.minimum(prompts.num_tokens - 1, state.prefix_len(slots))
+    num_own = jnp.minimum(length[:, None], num_own[None])
 
     def compare(loop: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         is_equal, first = loop
@@ -127,24 +151,31 @@ def _num_revived(control: Control, hits: Hits, i: int, is_admitted: jax.Array) -
     )
 
 
-def _start(state: EngineState, slots: jax.Array, prompts: Prompts, hits: Hits) -> EngineState:
+def _start(
+    state: EngineState, slots: jax.Array, prompts: Prompts, hits: Hits, parts: Wanted | None
+) -> EngineState:
     """Starts requests `slots` i32[n], for which there are rows and blocks; the slot R is none."""
     cache, is_admitted = state.cache, slots < state.requests.num_slots
     rows = jnp.where(is_admitted, get_at(idle_rows(cache), rank_true(is_admitted)[0]), cache.max_seqs)
     control, admission = allocate_rows(cache.control, rows, prompts, hits, config=cache.config)
-    turn = Turn(*(get_at(column, slots, 0) for column in state.requests.turn))
+    rows_parts, served = state.parts, slots
+    if parts is not None and rows_parts is not None:
+        rows_parts = rows_parts.set(rows, parts.alone, parts.ids)
+        served = jnp.where(parts.alone_len > 0, state.requests.num_slots, slots)
+    turn = Turn(*(get_at(column, served, 0) for column in state.requests.turn))
     control = cache.config.hooks.begin(control, rows, turn)
     # A request that comes back finds its own blocks, which says nothing of its prompt.
-    told = jnp.where(get_at(state.num_preemptions, slots, 1) == 0, slots, state.requests.num_slots)
+    told = jnp.where(get_at(state.num_preemptions, served, 1) == 0, served, state.requests.num_slots)
     state = state.with_control(
         control,
         phase=set_at(state.phase, slots, Phase.RUNNING),
         row_request=set_at(state.row_request, rows, slots),
         may_publish=set_at(state.may_publish, rows, True),
         num_cached=set_at(state.num_cached, told, admission.num_cached),
+        parts=rows_parts,
     )
     num_cached = jnp.sum(admission.num_cached, dtype=jnp.int32)
-    return count(charged(state, slots, waits(state)), admissions=is_admitted, cached_tokens=num_cached)
+    return count(charged(state, served, waits(state)), admissions=is_admitted, cached_tokens=num_cached)
 
 
 def idle_rows(cache: Cache) -> jax.Array:
@@ -163,7 +194,7 @@ def fork_samples(state: EngineState) -> EngineState:
     requests, cache = state.requests, state.cache
     max_seqs, num_slots = cache.max_seqs, requests.num_slots
     rows = jnp.arange(max_seqs, dtype=jnp.int32)
-    is_ready = (state.num_to_compute == 1) & (get_at(state.num_generated, state.row_request, 1) == 0)
+    is_ready = state.is_at_last & (get_at(state.num_generated, state.row_request, 1) == 0)
     ready_row = set_at(
         jnp.full(num_slots, max_seqs, jnp.int32), jnp.where(is_ready, state.row_request, num_slots), rows
     )

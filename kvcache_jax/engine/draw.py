@@ -55,14 +55,13 @@ def next_tokens(state: EngineState, wanted: jax.Array, options: Options) -> tupl
 
     Rows take part where `wanted` bool[max_seqs]. Counts the tokens of each row too, i32[max_seqs].
     """
-    start = get_at(state.requests.start, state.row_request, 0)
     place = jnp.arange(options.width, dtype=jnp.int32)[None]
-    tokens = get_at(state.requests.tokens, (start + state.cache.context_len)[:, None] + place)
+    tokens = get_at(state.requests.tokens, (state.row_start + state.cache.context_len)[:, None] + place)
     num_known = jnp.minimum(state.num_to_compute, options.width)
     if options.num_drafts == 0:
         return jnp.where(wanted[:, None], tokens, 0), jnp.where(wanted, num_known, 0)
     # Drafts follow only a row's last known token: before it there is nothing to guess.
-    is_last = state.num_to_compute == 1
+    is_last = state.is_at_last
     drafts, num_drafts = ngram_drafts(state.row_tokens, state.row_length, options.num_drafts)
     num_left = get_at(state.requests.max_new - state.num_generated, state.row_request, 0)
     # One token is drawn after the accepted drafts, and with it they must not pass `max_new`.
@@ -77,7 +76,8 @@ def draw(state: EngineState, computed: Computed, options: Options) -> tuple[Engi
     """Draws the next token of rows that computed all they know; takes back drafts that were not accepted."""
     logits = computed.logits
     # A row draws only when all its known tokens are computed: earlier parts of a prompt draw nothing.
-    is_there = (computed.num_tokens > 0) & (state.cache.context_len >= state.row_length) & state.is_running
+    is_there = (computed.num_tokens > 0) & (state.cache.context_len >= state.row_length)
+    is_there &= state.is_running & ~state.is_alone
     num_silent = jnp.sum(jnp.where(is_there, 0, computed.num_tokens), dtype=jnp.int32)
     state = count(state, prefill_tokens=num_silent)
     if options.num_drafts == 0:

@@ -37,7 +37,7 @@ from kvcache_jax.engine.options import (
     Placement,
     Schedule,
     batch_invariant_config,
-    check_drafts,
+    check_options,
     inbox_sizes,
     most_admissions,
     size,
@@ -87,7 +87,8 @@ class Engine:
         a ban. A request whose tokens are all banned ends with the finish reason "no_token". If it has a
         parameter `inputs`, it is handed the rows' inputs, {name: [max_seqs, ...]}; `params` is the model's.
       inputs: What a request may say to the program: {name: dtype}, or a `jax.ShapeDtypeStruct` each; with
-        states that change, `kv.engine.Inputs`. A model with a parameter `inputs` gets the values of its rows.
+        states that change, or parts of prompts, `kv.engine.Inputs`. A model with a parameter `inputs` gets
+        the values of its rows.
       batch_invariant: The bits of a token's logits depend on its tokens and their positions alone, not on
         other requests of the batch, on hits, preemptions or the budget. See `invariant.py`.
         Attention is XLA's then: kernels are refused.
@@ -156,12 +157,11 @@ class Engine:
             most_admissions=most_admissions(config.max_seqs),
             batch_invariant=batch_invariant,
             prompt_logprobs=limits.prompt_logprobs,
+            parts=inputs.parts,
         )
         self._options = with_budget(options, config, token_budget)
-        check_drafts(self._options, config, **hooks)
-        self._sizes = dataclasses.replace(
-            table_sizes(limits, config), num_tops=num_top_logprobs, inputs=inputs.specs()
-        )
+        check_options(self._options, config, **hooks)
+        self._sizes = dataclasses.replace(table_sizes(limits, config, inputs), num_tops=num_top_logprobs)
         entering = inbox_sizes(self._sizes, config)
         self._steps = size("steps_per_dispatch", steps_per_dispatch)
         params, self._forward = prepared(forward, params), forward

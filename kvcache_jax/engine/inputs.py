@@ -13,7 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvcache_jax.arrays.masked_updates import get_at
+from kvcache_jax.decoding.prompt_parts import NO_PARTS, PromptParts
 
+PARTS = "parts"
+"""What a request calls the parts of its prompt among its inputs."""
 AdvanceInputs = Callable[..., Mapping[str, jax.Array]]
 
 
@@ -30,18 +33,27 @@ class Inputs:
     """Values that requests of an engine may have, by name, and how they change.
 
     Attributes:
-      kinds: {name: dtype}, or a `jax.ShapeDtypeStruct` each.
+      kinds: {name: dtype}, or a `jax.ShapeDtypeStruct` each. Default: none.
       advance: `(inputs {name: [n, ...]}, tokens i32[n]) -> inputs`, pure: those that change after each of the
         requests' tokens, as the state of an automaton does. A parameter `params` is handed the model's.
+      parts: The way in which prompts are put together from parts, which requests name in their input
+        "parts". Default: no parts.
 
     Raises:
-      TypeError: no dtype.
+      TypeError, ValueError: no dtype, no `PromptParts`, or an input that is called as those are.
     """
 
-    kinds: Mapping[str, Any]
+    kinds: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     advance: AdvanceInputs | None = None
+    parts: PromptParts = NO_PARTS
 
     def __post_init__(self):
+        if not isinstance(self.parts, PromptParts):
+            raise TypeError(f"parts is {self.parts!r}, expected a value such as a feature's `Parts`")
+        if self.parts.max_parts and PARTS in self.kinds:
+            raise ValueError(
+                f"kinds has {PARTS!r}, expected another name: it is what requests call their parts"
+            )
         self.specs()
 
     def specs(self) -> tuple[InputSpec, ...]:

@@ -1,9 +1,10 @@
 """Options of an engine: values that group its arguments, and choices compiled into its program."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from jax.sharding import Mesh
 
 from kvcache_jax.arrays.number_checks import finite_number, static_count, static_flag
@@ -13,7 +14,9 @@ from kvcache_jax.core.config import CacheConfig, ceil_div
 from kvcache_jax.core.state import Cache
 from kvcache_jax.core.team import ALONE, Team
 from kvcache_jax.decoding.arguments import check_num_drafts
-from kvcache_jax.engine.requests import TableSizes
+from kvcache_jax.decoding.prompt_parts import NO_PARTS, PromptParts
+from kvcache_jax.engine.inputs import Inputs
+from kvcache_jax.engine.requests import GenerationRequest, TableSizes
 
 MOST = 2**30
 """Of anything: the sum of two is an i32."""
@@ -156,6 +159,7 @@ class Options:
     # Whether a token's logits may not depend on its company, to the bit; pieces are then of one token.
     batch_invariant: bool = False
     prompt_logprobs: bool = False  # requests may ask for the log-probabilities of their prompts
+    parts: PromptParts = NO_PARTS
 
     @property
     def width(self) -> int:
@@ -179,8 +183,23 @@ _PIECE_LEN = 128
 """Tokens of a piece where the budget has more of them: a prompt then wastes little of its last one."""
 
 
-def table_sizes(limits: Limits, config: CacheConfig) -> TableSizes:
+def table_sizes(limits: Limits, config: CacheConfig, inputs: Inputs) -> TableSizes:
     """Works out the sizes of a table of requests."""
+
+    def spans(request: GenerationRequest) -> Sequence[tuple[int, int]]:
+        if request.items or request.prompt_logprobs:
+            raise ValueError(
+                f"a request has parts {request.parts} and items or prompt_logprobs, expected one of them: a "
+                "part is computed without the tokens before it, and is known by its token ids alone"
+            )
+        if len(request.parts) > inputs.parts.max_parts:
+            raise ValueError(
+                f"a request has {len(request.parts)} parts, expected at most max_parts = "
+                f"{inputs.parts.max_parts} of the Engine's inputs=kv.engine.Inputs(parts=...): raise it"
+            )
+        # Its last token is not stored.
+        return inputs.parts.spans(np.asarray(request.prompt), request.parts, request.num_tokens - 1, config)
+
     num_slots = max(4 * config.max_seqs, 64) if limits.max_requests is None else limits.max_requests
     longest, num_tokens = config.max_seq_len + 1, limits.max_tokens
     if num_tokens is None:
@@ -191,8 +210,11 @@ def table_sizes(limits: Limits, config: CacheConfig) -> TableSizes:
         num_stops=max(limits.max_stop_tokens, 1),
         num_clients=limits.num_clients,
         num_items=limits.max_items,
+        inputs=inputs.specs(),
         prompt_logprobs=limits.prompt_logprobs,
         hears_turns=any(extra.hears_turns for extra in config.extras),
+        num_parts=inputs.parts.max_parts,
+        spans=spans if inputs.parts.max_parts else None,
     )
 
 
@@ -234,8 +256,15 @@ def with_budget(options: Options, config: CacheConfig, token_budget: int | None)
     return dataclasses.replace(options, num_pieces=max(num_prompt // piece_len, 1), piece_len=piece_len)
 
 
-def check_drafts(options: Options, config: CacheConfig, **hooks: Callable | None) -> None:
-    """Refuses drafts where a hook, the cache's steps or its windows cannot take them."""
+def check_options(options: Options, config: CacheConfig, **hooks: Callable | None) -> None:
+    """Refuses parts that the cache does not keep, and drafts that a hook or the cache cannot take."""
+    if options.parts.max_parts:
+        options.parts.check(config)
+        if options.batch_invariant:
+            raise ValueError(
+                "batch_invariant is True and requests may have parts, expected one of them: what is computed "
+                "again is not computed token by token"
+            )
     if options.num_drafts == 0:
         return
     for name, hook in hooks.items():

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvcache_jax.arrays.masked_updates import add_at, first_true, get_at, set_at
+from kvcache_jax.decoding.prompts import NOT_LOOKED_UP
 from kvcache_jax.engine.options import Options
 from kvcache_jax.engine.policies import INPUT_WEIGHT, RequestMetadata, keys_of, policies
 from kvcache_jax.engine.state import EngineState, Phase
@@ -80,32 +81,46 @@ def rows_in_order(state: EngineState, options: Options) -> jax.Array:
     return order
 
 
-def prompts_of(state: EngineState, slots: jax.Array) -> Prompts:
-    """Reads the tokens of requests `slots` i32[n] as prompts: generated ones belong to them."""
+def prompts_of(state: EngineState, slots: jax.Array, alone_len: jax.Array | None = None) -> Prompts:
+    """Reads the tokens of requests `slots` i32[n] as prompts: generated ones belong to them.
+
+    Where `alone_len` i32[n] is not 0 the prompt is a part of so many tokens, which is not looked up.
+    """
     requests = state.requests
-    num_tokens = get_at(state.length, slots, 0)
+    num_tokens, reuse = get_at(state.length, slots, 0), ~get_at(state.wants_prompt, slots, False)
+    if alone_len is not None:
+        num_tokens, reuse = jnp.where(alone_len > 0, alone_len, num_tokens), reuse & (alone_len == 0)
     tokens = items = None
     if state.cache.control.prefix_index is not None:
-        tokens = state.tokens_of(slots)
+        tokens = _looked_up(state, slots, state.cache.config.max_seq_len)
         items = None if requests.items is None else get_at(requests.items, slots, 0)
     return Prompts(
         num_tokens=num_tokens,
         namespace=get_at(requests.namespace, slots, 0),
         priority=get_at(requests.priority, slots, 0),
         tokens=tokens,
-        reuse=~get_at(state.wants_prompt, slots, False),
+        reuse=reuse,
         items=items,
     )
 
 
-def look_up(state: EngineState, slots: jax.Array) -> tuple[Prompts, Hits]:
+def _looked_up(state: EngineState, slots: jax.Array, num: int) -> jax.Array:
+    """Reads the first `num` tokens of requests i32[n] as a lookup of prefixes sees them."""
+    places = jnp.arange(num, dtype=jnp.int32)
+    tokens = state.tokens_of(slots, places)
+    if state.requests.parts is None:
+        return tokens
+    return jnp.where(places[None] < state.prefix_len(slots)[:, None], tokens, NOT_LOOKED_UP)
+
+
+def look_up(state: EngineState, slots: jax.Array, alone_len: jax.Array | None = None) -> tuple[Prompts, Hits]:
     """Looks requests `slots` i32[n] up; where all have few tokens, no row's whole length is hashed."""
-    prompts, cache = prompts_of(state, slots), state.cache
+    prompts, cache = prompts_of(state, slots, alone_len), state.cache
     if prompts.tokens is None or cache.config.max_seq_len < 2 * _FEW_TOKENS:
         return prompts, find_hits(cache.control, prompts, cache.config)
 
     def find(num: int) -> Hits:
-        tokens = state.tokens_of(slots, jnp.arange(num, dtype=jnp.int32))
+        tokens = _looked_up(state, slots, num)
         return find_hits(cache.control, prompts._replace(tokens=tokens), cache.config)
 
     are_short = (prompts.num_tokens <= _FEW_TOKENS).all()

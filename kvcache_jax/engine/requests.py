@@ -12,7 +12,7 @@ in the order in which they were pushed, and is never used twice.
 
 import dataclasses
 import functools
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,7 +26,7 @@ from kvcache_jax.core.extras import MOST_TICKS, Turn, ticks_of
 from kvcache_jax.core.token_arguments import host_tokens
 from kvcache_jax.decoding.options import GREEDY, SamplingParams, require_option
 from kvcache_jax.decoding.sampling import SamplingColumns
-from kvcache_jax.engine.inputs import InputSpec, empty_inputs
+from kvcache_jax.engine.inputs import PARTS, InputSpec, empty_inputs
 from kvcache_jax.engine.stop_text import StopStrings
 
 
@@ -50,6 +50,8 @@ class RequestArrays:
     parent_uid: jax.Array  # i32[R], the `uid` that it has if it is still that one
     # i32[R, I, 2], first position and end of multimodal items, equal ones for none; None for I = 0.
     items: jax.Array | None
+    # i32[R, P, 2], first place and end of the prompt's parts, in order, equal ones for none; None for P = 0.
+    parts: jax.Array | None
     inputs: dict[str, jax.Array]  # by name [R, ...], values of its own; see `inputs.py`
     wants_prompt: jax.Array  # bool[R], the log-probabilities of its prompt are reported
 
@@ -78,6 +80,9 @@ class TableSizes:
     inputs: tuple[InputSpec, ...] = ()
     prompt_logprobs: bool = False  # whether requests may ask for them
     hears_turns: bool = False  # whether the cache makes something of `retain`
+    # Parts of one prompt, and what says which those are; see `PromptParts.spans`.
+    num_parts: int = 0
+    spans: Callable[["GenerationRequest"], Sequence[tuple[int, int]]] | None = None
 
 
 def empty_requests(sizes: TableSizes) -> RequestArrays:
@@ -109,6 +114,7 @@ def empty_requests(sizes: TableSizes) -> RequestArrays:
         parent=column(num_slots),
         parent_uid=column(-1),
         items=column(0, (sizes.num_items, 2)) if sizes.num_items else None,
+        parts=column(0, (sizes.num_parts, 2)) if sizes.num_parts else None,
         inputs=empty_inputs(sizes.inputs, num_slots),
         wants_prompt=column(dtype=bool),
     )
@@ -165,7 +171,8 @@ class GenerationRequest:
       num_samples: Continuations, which share the prompt's blocks.
       deadline: Seconds after it was pushed, when it ends if it is not done. None: no end.
       items: First position and end of each multimodal item, as in `allocate`.
-      inputs: Values of its own by the names that the engine declares; zeros where there is none.
+      inputs: Values of its own by the names that the engine declares; zeros where there is none. "parts" are
+        pairs, first position and end of each part of its prompt, for an engine that puts prompts together.
       num_top_logprobs: Most probable tokens reported with each token. Default: as many as the engine has.
       prompt_logprobs: Reports the log-probabilities of the prompt's tokens, which the cache then does not
         serve. Of several samples the first one's events have them.
@@ -229,6 +236,11 @@ class GenerationRequest:
             checked["client"] = static_count("client", self.client, least=0)
         for name, value in checked.items():
             object.__setattr__(self, name, value)
+
+    @property
+    def parts(self) -> list[tuple[int, int]]:
+        """Parts of the prompt, where an engine declares them."""
+        return self.inputs[PARTS].tolist() if PARTS in self.inputs else []
 
     @property
     def num_tokens(self) -> int:

@@ -31,6 +31,7 @@ from kvcache_jax.arrays.masked_updates import get_at, quotient
 from kvcache_jax.engine.admit import admit
 from kvcache_jax.engine.options import Options
 from kvcache_jax.engine.order import rows_in_order, waits
+from kvcache_jax.engine.parts import keep_computed, put_parts
 from kvcache_jax.engine.state import EngineState
 from kvcache_jax.operations.free import free_rows
 from kvcache_jax.operations.reserve import needs, num_free
@@ -53,7 +54,7 @@ def is_unusual(state: EngineState) -> jax.Array:
     """Tests whether a step needs more than a free block for each row's next token, bool[].
 
     More is: rows that ended, requests that may be admitted, prompts of more than a token, blocks that must be
-    evicted or copied, and rows that must be preempted.
+    evicted or copied, rows that must be preempted, and prompts that are put together.
     """
     cache = state.cache
     wanted = (state.num_to_compute > 0).astype(jnp.int32)
@@ -61,6 +62,7 @@ def is_unusual(state: EngineState) -> jax.Array:
     lacks = (jnp.sum(need.num_blocks, axis=1) > num_free(cache.control)).any() | need.copies.any()
     is_time = state.may_admit | (state.step % _STEPS_BETWEEN_ADMISSIONS == 0) | ~state.is_running.any()
     admits = is_time & ~cache.is_active.all() & waits(state).any()
+    lacks |= state.is_put_together.any()
     return state.is_ended.any() | admits | (state.num_to_compute > 1).any() | lacks
 
 
@@ -78,8 +80,12 @@ def finish(state: EngineState) -> EngineState:
 
 def schedule(state: EngineState, options: Options) -> tuple[EngineState, PromptPieces]:
     """Frees rows that ended, admits, and shares the budget among prompts."""
-    state = admit(finish(state), options)
-    return state, plan_prompts(state, options)
+    state = put_parts(admit(keep_computed(finish(state), options), options), options)
+    plan = plan_prompts(state, options)
+    if state.parts is not None:  # what is computed again takes the budget of prompts
+        num_tokens = jnp.where(state.parts.is_again.any(), 0, plan.num_tokens)
+        plan = plan._replace(num_tokens=num_tokens)
+    return state, plan
 
 
 def plan_prompts(state: EngineState, options: Options) -> PromptPieces:
@@ -100,7 +106,7 @@ def plan_prompts(state: EngineState, options: Options) -> PromptPieces:
     nth = jnp.where(row < max_seqs, piece - get_at(begin, rank, 0), 0)
     num_tokens = jnp.clip(get_at(num_new, rank, 0) - nth * piece_len, 0, piece_len)
     first = get_at(state.cache.context_len, row, 0) + nth * piece_len
-    start = get_at(state.requests.start, get_at(state.row_request, row, state.requests.num_slots), 0)
+    start = get_at(state.row_start, row, 0)
     place = jnp.arange(piece_len, dtype=jnp.int32)[None]
     tokens = get_at(state.requests.tokens, (start + first)[:, None] + place)
     tokens = jnp.where(place < num_tokens[:, None], tokens, 0)

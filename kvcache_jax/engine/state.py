@@ -4,7 +4,8 @@ Invariants, between two steps:
 
 * A running request has one row, and a row at most one running request (`row_request`).
 * A running row holds fewer tokens in the cache than its request has: `context_len < length`. The last token
-  that is known is never in the cache; computing it gives the logits of the next one.
+  that is known is never in the cache; computing it gives the logits of the next one. A row that computes a
+  part of a prompt alone holds no more than that, and is freed when it has it; see `PartRows`.
 * A row that is active without a running request has ended (`is_ended`), and is freed before its place is
   needed, at the latest at the end of the dispatch.
 * A request that waits holds no row and no block.
@@ -22,6 +23,8 @@ from jax import lax
 from kvcache_jax.arrays.masked_updates import get_at, num_true, rank_true, set_at
 from kvcache_jax.arrays.pytree import pytree_dataclass
 from kvcache_jax.core.state import Cache, Control
+from kvcache_jax.decoding.prompt_parts import NO_PART
+from kvcache_jax.engine.part_rows import PartRows, empty_part_rows
 from kvcache_jax.engine.requests import RequestArrays, TableSizes, empty_requests
 
 
@@ -94,6 +97,8 @@ class EngineCounter(enum.IntEnum):
     """Times that other weights came: of `set_params`, those that dispatches began with; each shard counts."""
     FIRST_TOKENS = 14
     """Requests that got their first token."""
+    REUSED_TOKENS = 15
+    """Tokens of parts that were put into rows, and not computed again."""
 
 
 @pytree_dataclass()
@@ -116,6 +121,7 @@ class EngineState:
       outbox: i32[any, width], events since the last check-in; see `note_in_outbox`.
       outbox_len: i32[].
       counters: u32[len(EngineCounter)], modulo 2**32.
+      parts: PartRows; None where no request has parts.
     """
 
     cache: Cache
@@ -133,8 +139,9 @@ class EngineState:
     outbox: jax.Array
     outbox_len: jax.Array
     counters: jax.Array
+    parts: PartRows | None = None
 
-    def with_control(self, control: Control, **fields: jax.Array) -> "EngineState":
+    def with_control(self, control: Control, **fields: Any) -> "EngineState":
         """Sets the control state of the cache, and further fields."""
         return dataclasses.replace(self, cache=dataclasses.replace(self.cache, control=control), **fields)
 
@@ -149,9 +156,47 @@ class EngineState:
         return self.row_request < self.requests.num_slots
 
     @property
+    def row_start(self) -> jax.Array:
+        """i32[max_seqs], place in the table's buffer of the first token that each row computes."""
+        start = get_at(self.requests.start, self.row_request, 0)
+        return start if self.parts is None else start + self.parts.alone[:, 0]
+
+    @property
     def row_length(self) -> jax.Array:
-        """i32[max_seqs], tokens of each row's request that are known; 0 for none."""
-        return get_at(self.length, self.row_request, 0)
+        """i32[max_seqs], tokens that are known of each row's request, or of the part that it is for."""
+        length = get_at(self.length, self.row_request, 0)
+        return length if self.parts is None else jnp.where(self.is_alone, self.parts.alone_len, length)
+
+    @property
+    def is_alone(self) -> jax.Array:
+        """bool[max_seqs], the row computes a part of a prompt alone, and draws nothing."""
+        return self.is_running & False if self.parts is None else self.is_running & (self.parts.alone_len > 0)
+
+    @property
+    def first_part(self) -> jax.Array:
+        """i32[max_seqs], place of the first part that is to be put into a row; past all for none."""
+        most = self.cache.config.max_seq_len + 1
+        if self.parts is None or self.requests.parts is None:
+            return jnp.full_like(self.row_request, most)
+        starts = get_at(self.requests.parts, self.row_request, 0)[..., 0]
+        is_kept = (self.parts.ids != NO_PART) & ~self.is_alone[:, None]
+        return jnp.min(jnp.where(is_kept, starts, most), axis=1)
+
+    @property
+    def is_put_together(self) -> jax.Array:
+        """bool[max_seqs], the row computes something other than its request's next tokens."""
+        if self.parts is None:
+            return self.is_alone
+        is_pending = (self.parts.ids != NO_PART).any(axis=1) | self.parts.is_again.any(axis=1)
+        return self.is_alone | (self.is_running & is_pending)
+
+    def prefix_len(self, slots: jax.Array) -> jax.Array:
+        """Counts the first tokens of requests i32[n] that are looked up and published: none of a part."""
+        most = jnp.full_like(slots, self.cache.config.max_seq_len)
+        if self.requests.parts is None:
+            return most
+        parts = get_at(self.requests.parts, slots, 0)
+        return jnp.min(jnp.where(parts[..., 1] > parts[..., 0], parts[..., 0], most[:, None]), axis=1)
 
     @property
     def row_generated(self) -> jax.Array:
@@ -180,8 +225,18 @@ class EngineState:
 
     @property
     def num_to_compute(self) -> jax.Array:
-        """i32[max_seqs], tokens of each running row that are not in the cache."""
-        return jnp.where(self.is_running, self.row_length - self.cache.context_len, 0)
+        """i32[max_seqs], tokens of each running row that are not in the cache, and can be computed by now."""
+        length, context_len = self.row_length, self.cache.context_len
+        if self.parts is not None:
+            length = jnp.minimum(length, self.first_part)
+            length = jnp.where(self.parts.is_again.any(axis=1), context_len, length)
+        return jnp.where(self.is_running, length - context_len, 0)
+
+    @property
+    def is_at_last(self) -> jax.Array:
+        """bool[max_seqs], a running row lacks the last token of its request alone."""
+        is_last = self.row_length - self.cache.context_len == 1
+        return (self.num_to_compute == 1) & is_last & ~self.is_alone
 
     @property
     def step(self) -> jax.Array:
@@ -222,6 +277,7 @@ def empty_state(
         outbox=zeros(*outbox_shape),
         outbox_len=zeros(),
         counters=zeros(len(EngineCounter), fill=counters, dtype=np.uint32),
+        parts=empty_part_rows(sizes.num_parts, max_seqs, cache.config.max_seq_len),
     )
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvcache_jax.arrays.masked_updates import add_at, get_at, run_if, set_at
+from kvcache_jax.arrays.masked_updates import add_at, first_true, get_at, run_if, set_at
 from kvcache_jax.attention.attention_plan import plan_attention
 from kvcache_jax.core.state import Cache, Step
 from kvcache_jax.decoding.forward import Forward, width_of
@@ -20,11 +20,14 @@ from kvcache_jax.engine.draw import Computed, draw, next_tokens, note_prompts, w
 from kvcache_jax.engine.inputs import AdvanceInputs, asks_for, inputs_of
 from kvcache_jax.engine.joined_step import can_join, join, without_rows
 from kvcache_jax.engine.options import Options
+from kvcache_jax.engine.order import rows_in_order
+from kvcache_jax.engine.parts import forget_failed, make_room_for_next
 from kvcache_jax.engine.schedule import PromptPieces, is_unusual, schedule
 from kvcache_jax.engine.state import EngineState, Phase, count
 from kvcache_jax.operations.commit import commit_rows
 from kvcache_jax.operations.extend import extend
 from kvcache_jax.operations.reserve import extend_reserved, needs, num_free, reserve
+from kvcache_jax.operations.rewrite import rewrite
 
 ProcessLogits = Callable[..., jax.Array]
 """`(logits f32[max_seqs, vocab], state) -> logits`, pure; row i belongs to request `state.row_request[i]`.
@@ -139,6 +142,35 @@ def reserve_prompts(state: EngineState, plan: PromptPieces) -> tuple[EngineState
     return count(state, prefill_steps=(num_tokens > 0)[None], prefill_tokens=num_tokens), step
 
 
+def compute_again(model: Model, params: Any, state: EngineState, options: Options) -> EngineState:
+    """Computes places of the best row whose prompt was put together, as many as the budget of prompts has."""
+    if state.parts is None:
+        return state
+    cache, max_seq_len = state.cache, state.cache.config.max_seq_len
+    has_some = state.parts.is_again.any(axis=1)
+    num_places = min(options.num_pieces * options.piece_len, cache.config.query_len_limit)
+
+    def compute(state: EngineState) -> EngineState:
+        assert state.parts is not None
+        order = rows_in_order(state, options)
+        row = order[first_true(has_some[order])][None]
+        places = jnp.arange(max_seq_len, dtype=jnp.int32)
+        places = jnp.sort(jnp.where(state.parts.is_again[row], places, max_seq_len), axis=1)[:, :num_places]
+        tokens = get_at(state.requests.tokens, state.row_start[row][:, None] + places)
+        tokens = jnp.where(places < max_seq_len, tokens, 0)
+        cache, step = rewrite(state.cache, row, places)
+        # No logits are read: a model that asks which are wanted is told of one.
+        logits_at = jnp.zeros(1, jnp.int32) if asks_for(model.forward, "logits_at") else None
+        _, cache = model.call(params, state, tokens, cache, step, logits_at)
+        is_again = state.parts.is_again.at[row[:, None], places].set(False, mode="drop")
+        parts = dataclasses.replace(state.parts, is_again=is_again)
+        num_tokens = jnp.sum(step.query_len, dtype=jnp.int32)
+        state = dataclasses.replace(state, cache=cache, parts=parts)
+        return count(state, prefill_steps=jnp.ones(1, bool), prefill_tokens=num_tokens)
+
+    return run_if(has_some.any(), compute, state)
+
+
 def make_room(
     state: EngineState, options: Options, is_computing: jax.Array | None = None
 ) -> tuple[EngineState, jax.Array]:
@@ -148,7 +180,7 @@ def make_room(
     model is still to be called on the tokens that they have last.
     """
     was_running = state.is_running
-    state = fork_samples(state)
+    state = make_room_for_next(fork_samples(state), options)
     state, is_stalled = preempt(state, options)
     if state.cache.config.has_states:
         is_stalled |= state.num_to_compute > 1
@@ -185,6 +217,7 @@ def draw_next(
 ) -> EngineState:
     """Draws the tokens after the next ones from their logits, and publishes full blocks."""
     logits = computed.logits.astype(jnp.float32)
+    state = forget_failed(state, _all_numbers(computed))  # a hook's ban says nothing of a part
     if model.process_logits is not None:
         logits = _processed(model.process(params, state, logits[:, 0]), logits[:, 0])
     computed = computed._replace(logits=logits)
@@ -218,7 +251,7 @@ def _publish(state: EngineState, is_good: jax.Array) -> EngineState:
     """Publishes the full blocks of rows whose latest logits are numbers."""
     if state.cache.control.prefix_index is None:
         return state
-    final_len = jnp.where(is_good & state.may_publish, state.cache.context_len, 0)
+    final_len = jnp.where(is_good & state.may_publish & ~state.is_alone, state.cache.context_len, 0)
     # Only a complete answer is one that a conversation goes on from.
     is_end = get_at(state.phase, state.row_request, Phase.EMPTY) == Phase.DONE
     control, _ = commit_rows(state.cache.control, None, final_len, config=state.cache.config, is_end=is_end)
@@ -238,6 +271,7 @@ def _step_in_one_call(model: Model, params: Any, state: EngineState, options: Op
     def rare(carry: tuple) -> tuple:
         state, _, computed = carry
         state, plan = schedule(state, options)
+        state = compute_again(model, params, state, options)
         state, step = reserve_prompts(state, plan)
         is_computing = set_at(none, jnp.where(plan.num_tokens > 0, plan.rows, none.size), True)
         state, is_stalled = make_room(state, options, is_computing)
@@ -264,6 +298,7 @@ def _step_in_two_calls(model: Model, params: Any, state: EngineState, options: O
 
     def rare(carry: tuple) -> tuple:
         state, plan = schedule(carry[0], options)
+        state = compute_again(model, params, state, options)
         state = _compute_prompts(model, params, state, plan, options)
         return make_room(state, options)
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvcache_jax.engine.inputs import check_inputs
+from kvcache_jax.engine.inputs import PARTS, check_inputs
 from kvcache_jax.engine.program import Inbox
 from kvcache_jax.engine.requests import (
     GenerationRequest,
@@ -285,7 +285,7 @@ class RequestTable:
             if num_tokens + len(known) > sizes.num_tokens:
                 break
             slots[num_sent] = sample.slot
-            _write(columns, num_sent, sample, self._max_seq_len)
+            _write(columns, num_sent, sample, sizes, self._max_seq_len)
             if sample.parent is not None:
                 parents[num_sent] = sample.parent.slot
             columns.tokens[num_tokens : num_tokens + len(known)] = known  # type: ignore
@@ -334,7 +334,7 @@ class RequestTable:
         return len(self._to_send)
 
 
-def _write(columns: Any, i: int, sample: Sample, max_seq_len: int) -> None:
+def _write(columns: Any, i: int, sample: Sample, sizes: TableSizes, max_seq_len: int) -> None:
     """Writes a sample into entry `i` of an inbox's columns, in numpy."""
     request = sample.request
     columns.uid[i], columns.start[i] = sample.uid, sample.run[0]
@@ -351,10 +351,13 @@ def _write(columns: Any, i: int, sample: Sample, max_seq_len: int) -> None:
     if sample.parent is not None:
         columns.parent_uid[i] = sample.parent.uid
     columns.wants_prompt[i] = request.prompt_logprobs and sample.parent is None
-    for name, value in request.inputs.items():
-        columns.inputs[name][i] = value
+    for name, column in columns.inputs.items():
+        column[i] = request.inputs.get(name, 0)
     for k, item in enumerate(request.items):
         columns.items[i, k] = item
+    if sizes.spans is not None and PARTS in request.inputs:
+        for k, span in enumerate(sizes.spans(request)):
+            columns.parts[i, k] = span
 
 
 def checked_ids(
@@ -383,6 +386,10 @@ def checked_ids(
 
 def check_fits(request: GenerationRequest, sizes: TableSizes, max_seq_len: int) -> None:
     """Refuses a request that has more of something than the table takes of any."""
+    inputs = dict(request.inputs)
+    if sizes.spans is not None and PARTS in inputs:
+        del inputs[PARTS]
+        sizes.spans(request)
     for what, value, most, name in (
         ("stop tokens", len(request.stop_tokens), sizes.num_stops, "max_stop_tokens"),
         ("items", len(request.items), sizes.num_items, "max_items"),
@@ -409,7 +416,7 @@ def check_fits(request: GenerationRequest, sizes: TableSizes, max_seq_len: int) 
             "a request has prompt_logprobs=True, expected an Engine made for them: limits=kv.engine.Limits("
             "prompt_logprobs=True)"
         )
-    check_inputs(request.inputs, sizes.inputs)
+    check_inputs(inputs, sizes.inputs)
     # No token is stored of a request that the device will refuse.
     is_long = request.num_tokens - 1 > max_seq_len
     num_tokens = 0 if is_long else request.num_samples * request.num_tokens
