@@ -16,9 +16,9 @@ from kvcache_jax.tiers.host_operations import (
     prefetch,
 )
 from kvcache_jax.tiers.load_blocks import load
+from kvcache_jax.tiers.peer_store import PeerStore, take
 from kvcache_jax.tiers.save_blocks import save
 from kvcache_jax.tiers.stored_block import digest
-from kvcache_jax.tiers.take import PeerStore, take
 from kvcache_jax.tiers.tensor_store import TensorStore
 from kvcache_jax.tiers.valkey_store import ValkeyStore
 

@@ -121,7 +121,7 @@ class PeerStore:
 
 
 class _ArrivingBlocks(PeerStore):
-    """What is offered now; waits for nothing that is still to be computed."""
+    """A store of what is offered now, which waits for nothing that is still to be computed."""
 
     def contains(self, keys: Sequence[str]) -> list[bool]:
         return self.see(keys)[0]
@@ -140,6 +140,7 @@ class _Peer:
         if connection.sock is None:
             connection.timeout = seconds
             connection.connect()
+        assert connection.sock is not None
         # A timeout of the socket ends a read of which nothing comes, and this one that comes byte by byte.
         clock = threading.Timer(seconds, connection.sock.shutdown, [socket.SHUT_RDWR])
         clock.start()
