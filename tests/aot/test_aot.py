@@ -292,7 +292,10 @@ def test_copies_as_big_as_a_pool_are_counted():
 
 
 def test_budgets_are_what_the_kernel_states():
-    """By hand: 64 KiB of rings, 7 of lanes, the rest; 2 products of 8; a query in 2 copies, 6 of 4 pieces."""
+    """By hand: 64 KiB of rings, 7 of lanes, the rest; 2 products of 8; a query in 2 copies, 6 of 4 pieces.
+
+    Three parts of 8 lanes for each of the three programs on an SM.
+    """
     budgets = {case.name: case.budget for case in KERNEL_CASES}
     expected = Budget(
         registers=128,
@@ -300,12 +303,16 @@ def test_budgets_are_what_the_kernel_states():
         min_wgmma=16,
         min_tma=2 + 24 + 10,
         min_fences=6,
-        temporary_bytes=9_000_000,
+        temporary_bytes=1_000_000 + 3 * (132 * 3) * 8 * 128 * 4,
     )
     assert budgets["decode_32_rows_group_4"] == expected
     whole = dataclasses.replace(expected, min_tma=2 + 24, min_fences=3)
-    assert budgets["decode_128_rows_group_1"] == whole
-    assert budgets["decode_group_16"] == dataclasses.replace(expected, registers=144, shared_memory=83_200)
+    assert budgets["decode_128_rows_group_1"] == expected
+    assert budgets["decode_70000_rows"] == dataclasses.replace(whole, temporary_bytes=20_000_000)
+    of_16 = dict(
+        registers=144, shared_memory=83_200, temporary_bytes=1_000_000 + 3 * (132 * 2) * 16 * 128 * 4
+    )
+    assert budgets["decode_group_16"] == dataclasses.replace(expected, **of_16)
 
 
 def test_as_many_programs_as_a_plan_counts_on_fit_into_the_registers_of_an_sm():

@@ -77,6 +77,7 @@ CHUNKS = kv.CacheConfig([kv.FullAttention(2, 8)], **SIZES, extras=[kv.chunks.Sto
 HOSTED = kv.CacheConfig(
     [kv.FullAttention(2, 8)], **SIZES, enable_prefix_caching=True, extras=[kv.tiers.Host(4)]
 )
+TURNS = dataclasses.replace(HOSTED, extras=[kv.policies.Conversations()])
 STATES = kv.CacheConfig([kv.FullAttention(2, 8), StatePerToken(1, 1)], **SIZES)
 
 
@@ -106,6 +107,8 @@ OF_OTHERS = {
         kv.CacheConfig([kv.FullAttention(2, 8)], **SIZES, extras=[kv.compression.Dropping()]),
         lambda cache: kv.compression.drop_to_utilization(cache, 0.5),
     ),
+    "set_time": (TURNS, lambda cache: kv.policies.set_time(cache, 1.0)),
+    "set_turns": (TURNS, lambda cache: kv.policies.set_turns(cache, ROWS, ONES)),
     "demote_to_utilization": (HOSTED, lambda cache: kv.tiers.demote_to_utilization(cache, 0.5)),
     "host_stats": (HOSTED, kv.tiers.host_stats),
     "prefetch": (HOSTED, lambda cache: kv.tiers.prefetch(cache, TOKENS, ONES)),
