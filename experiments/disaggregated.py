@@ -125,7 +125,7 @@ class Taker:
         self.block_bytes = sum(group.block_bytes for group in config.groups)
 
     def answer(self, prompt: Sequence[int]) -> tuple[list[int], int, float]:
-        """Answers a prompt; returns the tokens, those of the prompt that were cached, and seconds."""
+        """Answers a prompt; returns its tokens, the number of tokens that were cached, and seconds."""
         start = time.perf_counter()
         result = kv.generate(
             forward, self._decoder, [prompt], self._config, max_new_tokens=NUM_NEW, cache=self.cache

@@ -29,7 +29,7 @@ class Problem(NamedTuple):
       k_pool: bf16[num_buffers * num_blocks, h, block_size, d]; what nobody owns is NaN.
       v_pool: Like `k_pool`.
       block_table: i32[b, columns], the same in all buffers; permuted. Columns after a row's last block name
-        one that nobody owns.
+        one without an owner.
     """
 
     cell: Cell

@@ -82,8 +82,7 @@ class Giver(Attachment):
     block of the cache, and a taker that dies, stops or comes late costs these copies until the lease ends.
     Whatever a taker reads was offered under its ticket: after the lease it finds a miss.
 
-    The offers' tokens can be told from the keys by those who guess them, and a ticket is all that one needs:
-    bind to an address that only those can reach who may read prompts.
+    Blocks go unencrypted to all that show a ticket: bind to an address that only readers of prompts reach.
 
     Attributes:
       address: Host and port.
@@ -113,7 +112,7 @@ class Giver(Attachment):
         Args:
           config: Of the cache.
           weights: Digest, as of `save`.
-          host: Where takers ask.
+          host: Name or address of this machine by which takers reach it; tickets have it.
           port: 0 for a free one.
           lease: Seconds for which an offer is held after its last block came.
           max_bytes: Bytes of all that is offered.
@@ -126,6 +125,10 @@ class Giver(Attachment):
         self._lease, self._max_bytes = finite_number("lease", lease), checked_limit(max_bytes)
         if self._lease <= 0:
             raise ValueError(f"lease is {lease!r}, expected a positive number of seconds")
+        if host in ("", "0.0.0.0", "::"):
+            raise ValueError(
+                f"host is {host!r}, expected a name or address by which takers reach this machine"
+            )
         self._epoch = secrets.token_hex(16)
         self._offers: dict[int, _Offer] = {}
         self._num_offers = 0

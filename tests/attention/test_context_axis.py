@@ -105,7 +105,7 @@ def test_rows_over_several_devices(num_devices, whole):
 
 
 def test_each_device_has_a_run_of_every_block():
-    """Run c of a row lives on device c modulo n, and nobody else writes it."""
+    """Run c of a row lives on device c modulo n, and no other device writes it."""
     layer = kv.FullAttention(1, 1)
     config = kv.CacheConfig([layer], num_blocks=6, block_size=4, max_seqs=1, max_seq_len=16, context_axis="x")
     with jax.set_mesh(make_mesh(x=2)):
@@ -270,7 +270,7 @@ def test_a_random_script(name):
 
 @pytest.mark.slow
 def test_blocks_go_to_stores_and_other_caches_and_back():
-    """Whole, whoever wrote them."""
+    """Whole, whichever device wrote them."""
     config = dataclasses.replace(CONFIG, enable_prefix_caching=True, max_seqs=1)
     texts, new = np.arange(20, dtype=np.int32)[None], make_numbers(len(KINDS), 1, 20, HEADS, DIM)
 

@@ -189,6 +189,8 @@ def test_what_was_computed_as_other_text_is_no_passage():
         expect(collect(engine, [request]), request)
         assert bool(request.parts) == bool(i % 2)
     assert counted(engine, "CACHED_TOKENS") >= 4 + 16 + 4  # the text before passages, and the other text
+    # The row that computed the passage alone published nothing: no prompt began with it.
+    assert kv.lookup(engine.state.cache, np.array([a]), [len(a)]).tolist() == [0]
 
 
 def test_kept_passages_give_way_to_rows():

@@ -272,6 +272,7 @@ def test_a_giver_refuses_what_it_cannot_do(giver):
     for options, says in (
         (dict(lease=0), "lease is 0, expected a positive number"),
         (dict(max_bytes=0), "max_bytes is 0, expected a positive int"),
+        (dict(host="0.0.0.0"), "host is '0.0.0.0', expected a name or address by which takers reach"),
         (dict(weights=""), "weights is '', expected a digest"),
     ):
         with pytest.raises((ValueError, TypeError), match=says):
