@@ -1,4 +1,4 @@
-"""Compiles the loops that `experiments.kernel_speed` times for H200, without a GPU.
+"""Compiles the loops that `experiments.first_gpu_run` times for H200, without a GPU.
 
     python -m tests.aot.benchmark
 
@@ -19,11 +19,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.kernel_speed import moves, names, timing
-from experiments.kernel_speed import problem as kernel_speed_problem
-from experiments.kernel_speed import sides as kernel_speed_sides
-from experiments.kernel_speed.cells import Cell
-from experiments.kernel_speed.problem import Problem
+from experiments.on_device import contests, moves, problem
+from experiments.on_device.cells import Cell
+from experiments.on_device.problem import Problem
+from experiments.on_device.sides import jax_sides
 from tests.aot import h200
 from tests.aot.hlo import num_copies
 
@@ -70,25 +69,25 @@ def failures(hlo: str, memory: Any, largest: int, num_launches: int, alias_bytes
 
 
 def zeros_problem(cell: Cell, num_buffers: int) -> Problem:
-    table, _ = kernel_speed_problem.make_table(cell)
+    table, _ = problem.make_table(cell)
     shape = (num_buffers * cell.num_blocks, cell.num_kv_heads, cell.block_size, cell.head_dim)
     pool = jnp.zeros(shape, jnp.bfloat16)
     q = jnp.zeros((cell.batch, cell.num_kv_heads, cell.group_size, cell.head_dim), jnp.bfloat16)
     return Problem(cell, num_buffers, q, pool, pool, jnp.asarray(table))
 
 
-def loops() -> Iterator[tuple[str, timing.Side, int, int, int]]:
+def loops() -> Iterator[tuple[str, contests.Side, int, int, int]]:
     """(name, side, `largest`, launches, bytes in place) of every loop."""
     for num_buffers, cell in CELLS.items():
-        problem = zeros_problem(cell, num_buffers)
+        data = zeros_problem(cell, num_buffers)
         # What a gather makes counts too.
         largest = cell.kv_bytes // 4
-        for side in kernel_speed_sides.jax_sides(problem):
+        for side in jax_sides(data):
             yield f"{cell.name}, {num_buffers} buffers, {side.name}", side, largest, NUM_LAUNCHES, 0
     makers = moves.ceiling_makers(1 << 16)
-    for name in (names.READ, names.COPY):
+    for name in (contests.READ, contests.COPY):
         contest, sides = makers[name]()
-        largest, alias_bytes = 1 << 16, contest.num_bytes // 2 * (contest.name == names.COPY)
+        largest, alias_bytes = 1 << 16, contest.num_bytes // 2 * (contest.name == contests.COPY)
         yield f"{contest.name}, {sides[0].name}", sides[0], largest, contest.num_launches, alias_bytes
     for make in moves.move_makers(POOLS, (128,), 64).values():
         contest, sides = make()
@@ -99,9 +98,9 @@ def loops() -> Iterator[tuple[str, timing.Side, int, int, int]]:
 def main() -> int:
     jax.config.update("jax_platforms", "cpu")
     os.environ["XLA_FLAGS"] = (os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0").strip()
-    timing.compiled = compile_for_h200
+    contests.compiled = compile_for_h200
     # Only the shapes of random data matter.
-    kernel_speed_problem.random_pool = moves.random_pool = lambda _, shape: jnp.zeros(shape, jnp.bfloat16)
+    problem.random_pool = moves.random_pool = lambda _, shape: jnp.zeros(shape, jnp.bfloat16)
     start, num_loops, num_failed = time.monotonic(), 0, 0
     print(f"The benchmark's loops compiled for H200 by jax {jax.__version__}")
     for name, side, largest, num_launches, alias_bytes in loops():
@@ -112,7 +111,7 @@ def main() -> int:
         except CompiledError as program:
             found = failures(*program.args, largest, num_launches, alias_bytes)
         except Exception as error:
-            reason = timing.one_line(error)
+            reason = contests.one_line(error)
             found = [] if "cuDNN" in reason else [reason]
             if not found:
                 print(f"{name}: not compiled, {reason}")

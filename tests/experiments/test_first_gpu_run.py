@@ -8,10 +8,11 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.first_gpu_run import __main__ as first_gpu_run
-from experiments.first_gpu_run import parts
-from experiments.first_gpu_run.__main__ import ENDED, KERNELS, OVER, Part, records_of, run_part, verdict
-from experiments.kernel_speed.timing import CHECKED, MEASURED, WRONG
+from experiments import first_gpu_run
+from experiments.first_gpu_run import ENDED, KERNELS, OVER, Part, contests_of, run_part, verdict
+from experiments.on_device import parts
+from experiments.on_device.comparison import compare
+from experiments.on_device.contests import CHECKED, MEASURED, WRONG
 from kvcache_jax.core import verdicts
 from kvcache_jax.core.backends import TargetDevice
 from pallas_kernels.versions import digest
@@ -20,15 +21,17 @@ from pallas_kernels.versions import digest
 def side(status=CHECKED, is_ours=True):
     return {"side": "ours", "is_ours": is_ours, "status": status, "reason": "", "error": 0.0, "note": ""} | {
         "first_call_s": 1.0,
-        "median_us": 10.0 if status == MEASURED else None,
+        **dict.fromkeys(("median_us", "p10_us", "p90_us"), 10.0 if status == MEASURED else None),
     }
 
 
 def made_up(*checked, how=ENDED):
     environment = {"environment": {"device": {"name": "H100", "driver": "1"}, "jax": "0.12"}}
-    found = [environment, *({"name": name, "num_bytes": 10**6, "sides": sides} for name, *sides in checked)]
+    shared = {"num_bytes": 10**6, "is_cell": False}
+    found = [environment, *({"name": name, "sides": sides} | shared for name, *sides in checked)]
     part = {"name": "kernels", "title": "kernels", "flags": "", "how": how, "seconds": 1.0, "said": ""}
-    return {"is_interpreted": False, "code": "abc", "parts": [part | {"found": found}]}
+    part |= {"found": found, "left_out": ["decode: last"]}
+    return {"is_interpreted": False, "code": "abc", "parts": [part]}
 
 
 def test_a_kernel_is_right_if_all_its_shapes_are():
@@ -71,12 +74,10 @@ def test_a_verdict_is_kept_where_the_library_looks(monkeypatch, tmp_path):
 
 def test_the_tables_have_all_sides_and_the_verdict_in_words(capsys):
     report = made_up(("decode: plain", side(WRONG)), ("step", side(MEASURED), side(MEASURED, False)))
-    report["parts"][0]["found"].append(
-        {"device": {"name": "H100"}, "decodes": [{"name": "8 x 8k", "num_bytes": 7, "sides": [side()]}]}
-    )
-    assert [record["name"] for record in records_of(report)] == ["decode: plain", "step", "step", "8 x 8k"]
-    first_gpu_run.show(report | {"verdict": verdict(report)})
+    report["parts"][0]["found"].append({"name": "huge", "skipped": "no room"})
+    first_gpu_run.show(report | {"verdict": verdict(report), "comparison": compare(contests_of(report))})
     said = capsys.readouterr().out
+    assert "skipped huge: no room" in said and "left out, no time: decode: last" in said
     assert (
         "paged_decode: WRONG" in said and "merge_attention: not tried" in said and "not all is right" in said
     )
@@ -84,12 +85,14 @@ def test_the_tables_have_all_sides_and_the_verdict_in_words(capsys):
 
 
 def test_a_part_that_hangs_is_killed_and_one_that_fails_is_named(tmp_path):
-    options: Any = types.SimpleNamespace(interpret=False, output=tmp_path)
-    hangs = Part("hangs", "hangs", ("http.server", "--bind", "127.0.0.1", "0"), 1)
+    options: Any = types.SimpleNamespace(
+        interpret=False, output=tmp_path, cell=[], without=[], flashinfer=None
+    )
+    hangs = Part("hangs", "hangs", ("tests.experiments.on_device_fakes", str(tmp_path), "start=hang"), 1)
     assert run_part(hangs, options, 1.0)["how"] == OVER
     fails = run_part(Part("fails", "fails", ("no_such_module",), 9), options, 9)
     assert fails["how"] == "ended with exit status 1" and "no_such_module" in fails["said"]
-    assert not [*tmp_path.iterdir()]
+    assert [path.name for path in tmp_path.iterdir()] in (["starts"], [])
 
 
 @pytest.mark.parametrize("spoilt", [np.nan, np.inf, 1.0])
@@ -110,6 +113,19 @@ def test_interpreted_figures_never_go_to_the_results(capsys):
 
 
 @pytest.mark.slow
+def test_without_a_gpu_it_says_so(tmp_path, capsys):
+    for arguments, words in (
+        ((), "jax runs on cpu here, expected an NVIDIA Hopper GPU"),
+        (("--interpret", "--only", "speed", "--cell", "five"), "got --cell ['five'], expected the beginning"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            first_gpu_run.main(["--output", str(tmp_path), *arguments])
+        said = capsys.readouterr().err
+        assert stopped.value.code == 2 and words in said and len(said.splitlines()) == 1
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.slow
 def test_the_path_runs_without_a_gpu(tmp_path, capsys):
     arguments = ["--interpret", "--output", str(tmp_path), "--json"]
     assert first_gpu_run.main([*arguments, "--only", "kernels", "--only", "serving"]) == 0
@@ -117,5 +133,5 @@ def test_the_path_runs_without_a_gpu(tmp_path, capsys):
     assert json.loads((tmp_path / "first_gpu_run_cpu_interpreted.json").read_text()) == report
     assert set(report["verdict"]["kernels"].values()) == {True} and report["verdict"]["is_right"]
     assert [part["how"] for part in report["parts"]] == [ENDED] * 2
-    names = {record["name"].split(":")[0] for record in records_of(report) if record["is_ours"]}
+    names = {contest["name"].split(":")[0] for contest in contests_of(report)}
     assert {"decode", "merge", "generate", "engine"} <= names

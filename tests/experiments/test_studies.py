@@ -92,11 +92,11 @@ def test_a_model_that_does_not_fit_is_one_sentence(refusal, monkeypatch, name, c
         ("serve", ["--markdown", "/nowhere"], "expected what --json printed"),
         ("serve", ["--trace", "/nowhere.csv"], "cannot be read"),
         ("serve", ["--metrics", "/nowhere/a.prom"], "there is no folder /nowhere: make it first"),
-        ("kernel_speed", ["--interpret"], "got --interpret without --output"),
-        ("kernel_speed", ["--output", "/nowhere"], "there is no folder /nowhere"),
-        ("kernel_speed", ["--flashinfer", "/nowhere"], "there is no folder /nowhere"),
-        ("kernel_speed", ["--minutes", "0"], "expected a number above 0"),
-        ("kernel_speed", ["--without", "theirs"], "got --without 'theirs', expected one of: ours; "),
+        ("first_gpu_run", ["--interpret"], "got --interpret without --output"),
+        ("first_gpu_run", ["--output", "/nowhere"], "there is no folder /nowhere"),
+        ("first_gpu_run", ["--flashinfer", "/nowhere"], "there is no folder /nowhere"),
+        ("first_gpu_run", ["--minutes", "0"], "expected a number above 0"),
+        ("first_gpu_run", ["--without", "theirs"], "got --without 'theirs', expected one of: ours; "),
     ],
 )
 def test_bad_input_is_one_sentence(refusal, name, arguments, said):

@@ -1,4 +1,4 @@
-"""PyTorch and FlashInfer 0.7.2 as far as `kernel_speed.torch_sides` calls them, computed by NumPy.
+"""PyTorch and FlashInfer 0.7.2 as far as `on_device.torch_sides` calls them, computed by NumPy.
 
 Functions have the parameters of the real ones, by name, order and default, and demand what those demand.
 Memory is on "cuda:0" or "cpu"; what is empty is NaN; a graph's launches happen when it is replayed.
@@ -21,9 +21,6 @@ class Tensor:
 
     def reshape(self, *shape):
         return Tensor(self.values.reshape(*shape), self.device)
-
-    def transpose(self, dim0, dim1):
-        return Tensor(self.values.swapaxes(dim0, dim1), self.device)
 
     def __getitem__(self, index):
         return Tensor(self.values[index], self.device)
@@ -51,7 +48,7 @@ def attended(q, keys, values, scale):
     return np.stack(out).astype(BF16)
 
 
-def make_torch(has_cuda=True, capability=(9, 0)):
+def make_torch():
     torch = types.ModuleType("torch")
     torch.bfloat16, torch.int32, torch.uint8 = BF16, np.dtype(np.int32), np.dtype(np.uint8)
     torch.launches = None  # of the graph that is captured
@@ -73,13 +70,6 @@ def make_torch(has_cuda=True, capability=(9, 0)):
         yield
         torch.launches = None
 
-    def sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
-        assert attn_mask is None and dropout_p == 0 and not is_causal and query.shape[2] == 1
-        assert enable_gqa or query.shape[1] == key.shape[1]
-        tokens = [x.values.swapaxes(1, 2) for x in (key, value)]
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
-        return Tensor(attended(query.values[:, :, 0], *tokens, scale)[:, :, None], query.device)
-
     torch.launch = launch
     torch.from_dlpack = lambda array: Tensor(array, "cuda:0")
     torch.zeros = lambda size, *, dtype, device="cpu": Tensor(np.zeros(size, dtype), device)
@@ -87,12 +77,9 @@ def make_torch(has_cuda=True, capability=(9, 0)):
         np.full(size, fill_value, dtype), device
     )
     torch.empty_like = lambda x: Tensor(np.full(x.shape, np.nan, x.dtype), x.device)
-    torch.index_select = lambda input, dim, index: Tensor(input.values.take(index.values, dim), input.device)
     torch.tensor = lambda data, *, dtype=None, device="cpu": Tensor(np.array(data, dtype), device)
-    torch.nn = types.SimpleNamespace(functional=types.SimpleNamespace(scaled_dot_product_attention=sdpa))
     torch.cuda = types.SimpleNamespace(
-        is_available=lambda: has_cuda,
-        get_device_capability=lambda device=None: capability,
+        is_available=lambda: True,
         synchronize=lambda device=None: None,
         CUDAGraph=CUDAGraph,
         graph=graph,
@@ -212,45 +199,11 @@ def make_flashinfer(torch):
         torch.launch(work)
         return out
 
-    def trtllm(
-        query,
-        kv_cache,
-        workspace_buffer,
-        block_tables,
-        seq_lens,
-        max_seq_len,
-        bmm1_scale=1.0,
-        bmm2_scale=1.0,
-        window_left=-1,
-        out=None,
-        out_dtype=None,
-        o_sf_scale=None,
-        o_sf_vec_size=None,
-        sinks=None,
-        kv_layout="HND",
-        enable_pdl=None,
-        backend="auto",
-    ):
-        assert backend == "trtllm-gen"
-        return xqa(
-            query,
-            kv_cache,
-            workspace_buffer,
-            block_tables,
-            seq_lens,
-            max_seq_len,
-            bmm1_scale,
-            bmm2_scale,
-            out=out,
-            kv_layout=kv_layout,
-        )
-
     flashinfer = types.ModuleType("flashinfer")
     flashinfer.wrappers = []
     flashinfer.BatchDecodeWithPagedKVCacheWrapper = BatchDecodeWithPagedKVCacheWrapper
     flashinfer.decode = types.ModuleType("flashinfer.decode")
     flashinfer.decode.xqa_batch_decode_with_kv_cache = xqa
-    flashinfer.decode.trtllm_batch_decode_with_kv_cache = trtllm
     flashinfer.jit = types.ModuleType("flashinfer.jit")
     flashinfer.jit.env = types.SimpleNamespace(FLASHINFER_AOT_DIR=None)
     return flashinfer

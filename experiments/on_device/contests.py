@@ -1,11 +1,14 @@
-"""How `experiments.kernel_speed` times: sides that do the same work take turns, each checked before.
+"""How `experiments.first_gpu_run` times: sides that do the same work take turns, each checked before.
 
 A sample is many launches, enqueued at once and waited for at the end, on the host's clock, divided by their
 number; nothing is subtracted. What the host does between launches therefore counts only where the device
 waits for it. Each launch reads other buffers than the one before, so that no cache serves them.
 """
 
+import functools
+import json
 import math
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -13,11 +16,26 @@ from typing import Any, NamedTuple
 
 from experiments.common.timing import summary
 
+READ, COPY, FLOOR = "read", "copy", "one tiny kernel"
+"""The ceilings."""
+OURS, WITH_PLAN = "ours", "ours, plan included"
+GATHER_CUDNN, GATHER_XLA = "gather + cuDNN", "gather + XLA"
+FA2, FA2_TENSOR_CORES = "FlashInfer fa2", "FlashInfer fa2, tensor cores"
+FLASHINFER_CUDNN, XQA = "FlashInfer cuDNN", "FlashInfer XQA"
+XLA, PYTORCH, XLA_ATTENTION = "XLA", "PyTorch", "XLA attention"
+SIDES = (
+    *(OURS, WITH_PLAN, GATHER_CUDNN, GATHER_XLA, FA2, FA2_TENSOR_CORES, FLASHINFER_CUDNN, XQA),
+    *(XLA, PYTORCH, XLA_ATTENTION),
+)
+"""As printed, and as `--without` takes them."""
+
 MEASURED, CHECKED, WRONG, FAILED = "measured", "checked, not measured", "wrong", "failed"
 MIN_ROUNDS, MAX_ROUNDS = 5, 50
 SAMPLE_S = 0.01
 MAX_LAUNCHES = 256
 
+MAKING, FREEING = "making the data", "freeing the memory"
+"""Steps of a contest."""
 PREPARE, LAUNCH, COMPARE, SAMPLE = "preparing", "the first launches", "comparing", "a sample"
 """Steps of a side."""
 FAILURES = (Exception, SystemExit)
@@ -63,6 +81,7 @@ class Contest(NamedTuple):
       error_of: (result) -> how far it is from the reference.
       tolerance: The largest error.
       num_launches: Of a sample.
+      is_cell: A decode whose sides are compared with each other.
     """
 
     name: str
@@ -70,6 +89,11 @@ class Contest(NamedTuple):
     error_of: Callable[[Any], float]
     tolerance: float
     num_launches: int
+    is_cell: bool = False
+
+
+Makers = dict[str, Callable[[], tuple[Contest, list[Side]]]]
+"""Contests by name, the most important ones first; nothing is on the device before one is made."""
 
 
 def compiled(function: Callable, *arguments: Any, **options: Any) -> Callable:
@@ -182,6 +206,56 @@ def _time(
         num_rounds += 1
     for record, _, samples in running:
         record |= {"status": MEASURED, **summary(samples)}
+
+
+def hold(
+    makers: Makers,
+    seconds: float | None,
+    resume: Mapping[str, Any],
+    check_device: Callable[[], None],
+    clean: Callable[[], None],
+) -> None:
+    """Holds contest after contest, and says of each, once it is over, its `sides`, or why it was `skipped`.
+
+    Before anything that may end or hang the process it says what is going to be `at` work. A lost device ends
+    the process.
+
+    Args:
+      makers: The contests.
+      seconds: See `compete`.
+      resume: What processes before this one left: `done`, names of contests, and `without`, by contest or for
+        all by "*": sides that take no part, and why.
+      check_device: See `compete`.
+      clean: Called after each contest.
+    """
+    done, without = resume.get("done", ()), resume.get("without", {})
+    try:
+        for name in [name for name in makers if name not in done]:
+            say(at=(name, None, MAKING))
+            try:
+                contest, sides = makers[name]()
+            except FAILURES as failure:  # no room for the data, or no reference
+                say(name=name, skipped=one_line(failure))
+                continue
+            announce = functools.partial(_announce, name)
+            left_out = without.get("*", {}) | without.get(name, {})
+            records = compete(contest, sides, seconds, announce, check_device, left_out)
+            say(name=name, num_bytes=contest.num_bytes, is_cell=contest.is_cell, sides=records)
+            say(at=(name, None, FREEING))
+            del contest, sides
+            clean()
+    except FAILURES as failure:
+        say(lost=one_line(failure))
+        os._exit(1)  # a lost device cannot be taken down in order
+
+
+def say(**what: Any) -> None:
+    """Prints a line for `first_gpu_run`."""
+    print(json.dumps(what), flush=True)
+
+
+def _announce(name: str, side: str, step: str) -> None:
+    say(at=(name, side, step))
 
 
 def one_line(failure: BaseException) -> str:

@@ -1,5 +1,5 @@
-"""What `experiments.kernel_speed` times beside decodes: the memory's ceilings, and the movement of tokens and
-blocks by our kernels, beside XLA's scatter and gather.
+"""What `experiments.first_gpu_run` times beside decodes: the memory's ceilings, and the movement of tokens
+and blocks by our kernels, beside XLA's scatter and gather.
 
 The kernels must give the same bits as `pallas_kernels.reference`, which is also the XLA side. Pools are
 updated in place, layer after layer where only one is written.
@@ -14,23 +14,31 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from experiments.kernel_speed import timing
-from experiments.kernel_speed.names import COPY, CUDA_GRAPH, FLOOR, JAX_LOOP, OURS, PYTORCH, READ, XLA
-from experiments.kernel_speed.problem import random_pool
-from experiments.kernel_speed.sides import looped
-from experiments.kernel_speed.timing import Contest, Program, Side, launches_for
+from experiments.on_device import contests, torch_sides
+from experiments.on_device.contests import (
+    COPY,
+    FLOOR,
+    OURS,
+    PYTORCH,
+    READ,
+    XLA,
+    Contest,
+    Makers,
+    Program,
+    Side,
+    launches_for,
+)
+from experiments.on_device.problem import random_pool
+from experiments.on_device.sides import looped
 from pallas_kernels import reference
 
 NUM_BUFFERS = 4
 
-Maker = Callable[[], tuple[Contest, list[Side]]]
-"""Nothing is on the device before it is called."""
 
-
-def ceiling_makers(buffer_len: int = 1 << 27) -> dict[str, Maker]:
+def ceiling_makers(buffer_len: int = 1 << 27) -> Makers:
     """What a launch costs, how fast memory is read, and how fast it is read and written."""
     return {
-        FLOOR: floor_contest,
+        FLOOR: _floor,
         READ: functools.partial(_read, buffer_len),
         COPY: functools.partial(_copy, buffer_len),
     }
@@ -42,8 +50,6 @@ def _buffers(buffer_len: int) -> jax.Array:
 
 def _read(buffer_len: int) -> tuple[Contest, list[Side]]:
     """Sums buffer after buffer."""
-    from experiments.kernel_speed import torch_sides
-
     buffers = _buffers(buffer_len)
     num_bytes = 4 * buffer_len
     num_launches = launches_for(num_bytes)
@@ -56,7 +62,7 @@ def _read(buffer_len: int) -> tuple[Contest, list[Side]]:
         return lax.fori_loop(0, num_launches, body, jnp.float32(0))
 
     def xla_sum(_) -> Program:
-        program = timing.compiled(sum_loop, buffers)
+        program = contests.compiled(sum_loop, buffers)
         return Program(lambda: program(buffers), jax.block_until_ready, float)
 
     def torch_sum(_) -> Program:
@@ -86,29 +92,20 @@ def _copy(buffer_len: int) -> tuple[Contest, list[Side]]:
     return contest, [Side(XLA, xla_add)]
 
 
-def floor_contest() -> tuple[Contest, list[Side]]:
-    """What a launch costs that does next to nothing, in a loop of JAX and in a CUDA graph."""
-    from experiments.kernel_speed import torch_sides
-
+def _floor() -> tuple[Contest, list[Side]]:
+    """A launch that does next to nothing."""
     x = jnp.zeros((8, 128), jnp.float32)
 
     def add(x: jax.Array, _, buffer: jax.Array, zero: jax.Array) -> jax.Array:
         return x + (buffer + zero).astype(x.dtype)
 
-    def torch_add(num_launches: int) -> Program:
-        tensor = torch_sides.as_tensor(x)
-        return torch_sides.captured(lambda nth: tensor + nth, num_launches)
-
     contest = Contest(FLOOR, 0, lambda _: 0.0, 0.0, launches_for(0))
-    return contest, [
-        Side(JAX_LOOP, functools.partial(looped, add, x, (), NUM_BUFFERS)),
-        Side(CUDA_GRAPH, torch_add),
-    ]
+    return contest, [Side(XLA, functools.partial(looped, add, x, (), NUM_BUFFERS))]
 
 
 def _in_place(loop: Callable, state: Any, inputs: Any = ()) -> Program:
     """`state = loop(state, inputs)`, the state donated; sample after sample goes on from there."""
-    program = timing.compiled(loop, state, inputs, donate_argnums=0)
+    program = contests.compiled(loop, state, inputs, donate_argnums=0)
     held = [state]
     del state
 
@@ -150,9 +147,7 @@ class Pools(NamedTuple):
 TINY_POOLS = Pools(num_layers=2, num_blocks=4, num_kv_heads=1, block_size=8, head_dim=64)
 
 
-def move_makers(
-    sizes: Pools, num_tokens: tuple[int, ...], num_moved: int, interpret: bool = False
-) -> dict[str, Maker]:
+def move_makers(sizes: Pools, num_tokens: tuple[int, ...], num_moved: int, interpret: bool = False) -> Makers:
     """Appends of so many tokens, and so many blocks gathered, scattered and copied; by name.
 
     Args:
@@ -161,7 +156,7 @@ def move_makers(
       num_moved: Blocks of each other movement, in all layers; at most half of them.
       interpret: Run our kernels on the CPU.
     """
-    makers: dict[str, Maker] = {}
+    makers: Makers = {}
     for num in num_tokens:
         name = f"append {num} token{'s' * (num > 1)}"
         makers[name] = functools.partial(_append, name, sizes, num, interpret)

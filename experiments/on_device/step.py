@@ -1,4 +1,4 @@
-"""The decoder's whole step for `experiments.kernel_speed`, beside the bytes that it must read.
+"""The decoder's whole step for `experiments.first_gpu_run`, beside the bytes that it must read.
 
 `models.decoder` with random bfloat16 parameters, on a cache of random keys and values whose blocks lie
 scattered; all rows hold as many tokens. A launch is one step: `kv.extend`, all layers, the logits; the tokens
@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +22,8 @@ from jax import lax
 
 import kvcache_jax as kv
 from experiments.decode_speed.sides import scattered
-from experiments.kernel_speed.cells import StepSizes
-from experiments.kernel_speed.names import OURS, XLA_ATTENTION
-from experiments.kernel_speed.problem import error_of, random_pool
-from experiments.kernel_speed.timing import Contest, Program, Side, compiled
+from experiments.on_device.contests import OURS, XLA_ATTENTION, Contest, Program, Side, compiled
+from experiments.on_device.problem import error_of, random_pool
 from kvcache_jax.attention.mosaic import interpreted
 from kvcache_jax.core.backends import MOSAIC_GPU, XLA
 from models.decoder import Decoder, DecoderConfig, cache_config, forward
@@ -58,6 +57,27 @@ LLAMA_1B = DecoderConfig(
 TINY = dataclasses.replace(
     LLAMA_1B, vocab_size=32, hidden_size=64, mlp_size=32, num_layers=1, num_q_heads=2, num_kv_heads=1
 )
+
+
+class StepSizes(NamedTuple):
+    """A decoder's rows, and the tokens that each holds after the last step of a sample."""
+
+    batch: int
+    context: int
+    num_steps: int = 32
+    block_size: int = 16
+
+    @property
+    def name(self) -> str:
+        return f"step of {self.batch} x {self.context} tokens"
+
+    @property
+    def start_len(self) -> int:
+        return self.context - self.num_steps
+
+
+STEPS = (StepSizes(8, 2048), StepSizes(32, 8192))
+TINY_STEPS = (StepSizes(2, 32, num_steps=1),)
 
 
 def param_bytes(decoder: Decoder) -> int:

@@ -1,4 +1,4 @@
-"""Random data for one cell of `experiments.kernel_speed`, and what must come out."""
+"""Random data for one cell of `experiments.first_gpu_run`, and what must come out."""
 
 import functools
 import math
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from experiments.kernel_speed.cells import NUM_UNOWNED, Cell
+from experiments.on_device.cells import NUM_UNOWNED, Cell
 from pallas_kernels import reference
 from pallas_kernels.decode_rows import DecodeOptions, DecodeRows
 

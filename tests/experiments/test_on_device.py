@@ -3,28 +3,35 @@
 import functools
 import json
 import math
+import subprocess
 import sys
 import time
 import types
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.kernel_speed import __main__ as kernel_speed
-from experiments.kernel_speed import cells as kernel_speed_cells
-from experiments.kernel_speed import entries as kernel_speed_entries
-from experiments.kernel_speed import flashinfer_modules, timing
-from experiments.kernel_speed import report as kernel_speed_report
-from experiments.kernel_speed.cells import Cell, all_cells
-from experiments.kernel_speed.names import CUDNN_PAGED, OURS, SIDES, XLA_ATTENTION
-from experiments.kernel_speed.problem import TOLERANCE, error_of, expected_output, make_problem
-from experiments.kernel_speed.sides import jax_sides, looped
-from experiments.kernel_speed.timing import CHECKED, FAILED, MEASURED, WRONG, Contest, Program, Side
-from tests.experiments import kernel_speed_fakes
-from tests.experiments.kernel_speed_fakes import CELL
+from experiments.on_device import cells as kernel_cells
+from experiments.on_device import comparison, contests, flashinfer_modules, parts
+from experiments.on_device.cells import TINY, Cell, all_cells
+from experiments.on_device.comparison import absences, compare, show
+from experiments.on_device.contests import (
+    CHECKED,
+    FAILED,
+    MEASURED,
+    OURS,
+    SIDES,
+    WRONG,
+    XLA_ATTENTION,
+    Contest,
+    Program,
+    Side,
+)
+from experiments.on_device.problem import TOLERANCE, error_of, expected_output, make_problem
+from experiments.on_device.sides import jax_sides, looped
 
+CELL = Cell(2, 64, 4, 16, num_kv_heads=1, head_dim=64)
 pytestmark = pytest.mark.slow
 
 
@@ -32,52 +39,35 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.contract
-def test_the_whole_path_runs_interpreted(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(kernel_speed, "make_entries", lambda _: kernel_speed_fakes.interpreted)
-    assert kernel_speed.main(["--interpret", "--output", str(tmp_path), "--json"]) == 0
-    printed = capsys.readouterr()
-    report = json.loads((tmp_path / "cpu_interpreted.json").read_text())
-    assert json.loads(printed.out) == report
-    assert (tmp_path / "cpu_interpreted.png").read_bytes().startswith(b"\x89PNG")
-    assert {"machine", "date", "device", "packages", "flashinfer_modules", "xla_flags"} < set(report)
-
-    status = {
-        (entry["name"], side["side"]): side["status"]
-        for kind in ("entries", "decodes", "moves", "steps")
-        for entry in report[kind]
-        for side in entry["sides"]
-    }
-    assert {side for _, side in status} | {XLA_ATTENTION} == set(SIDES)
-    checked = {where for where, verdict in status.items() if verdict == CHECKED}
-    names = {entry["name"] for entry in report["moves"] + report["steps"]}
-    ours = {(name, OURS) for name in names | {CELL.name}}
-    assert (
-        ours | {(CELL.name, "ours, plan included"), (CELL.name, "gather + XLA"), ("read", "XLA")} <= checked
+def test_all_of_speed_runs_interpreted(capsys):
+    program = [sys.executable, "-m", "experiments.on_device.parts", "speed", "--interpret"]
+    done = subprocess.run(program, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {"machine", "date", "device", "packages", "flashinfer_modules", "xla_flags"} < set(
+        lines[0]["environment"]
     )
-    assert {
-        "append 3 tokens",
-        *(f"{move} 2 blocks of 2 layers" for move in ("gather", "scatter", "copy")),
-    } <= names
-    # The decoder needs flax, which the oldest jax is tested without.
-    assert len(report["steps"]) + len(report["skipped"]) == 1
-    for side in (side for entry in report["steps"] for side in entry["sides"]):
-        assert side["status"] == CHECKED and 1e-3 < side["error"] < 1e-2  # bfloat16, from float32
+    contests = {line["name"]: line for line in lines if "sides" in line}
+    assert list(contests) == lines[0]["names"]
+    status = {(name, side["side"]): side for name, each in contests.items() for side in each["sides"]}
+    assert {side for _, side in status} | {XLA_ATTENTION} == set(SIDES)
+    checked = {where for where, side in status.items() if side["status"] == CHECKED}
+    tiny = [cell.name for cell in TINY]
+    moves = ["append 3 tokens", *(f"{move} 2 blocks of 2 layers" for move in ("gather", "scatter", "copy"))]
+    assert {(name, OURS) for name in (*tiny, *moves)} <= checked
+    assert {(tiny[0], "ours, plan included"), (tiny[0], "gather + XLA"), ("read", "XLA")} <= checked
 
     # Who cannot run here is there too, with the reason.
-    (decode,) = report["decodes"]
-    (triton,) = (side for side in decode["sides"] if side["side"] == "JAX Triton")
-    assert triton["status"] == FAILED and "CPU" in triton["reason"]
-    absent = kernel_speed_report.absences(report["decodes"])
-    assert {"JAX Triton", "gather + cuDNN", "FlashInfer XQA"} <= {absence["side"] for absence in absent}
+    (absent,) = {line for line in absences([*contests.values()]) if line.startswith("FlashInfer XQA: failed")}
+    assert "No module named 'flashinfer'" in absent and "(3 contests, " in absent
 
     # Nothing is measured, and nothing looks as if it were.
-    assert "median_us" in triton and not any(verdict == MEASURED for verdict in status.values())
-    assert report["ceilings"] == {"read": None, "copy": None}
-    assert decode["comparison"]["gb_per_s"] is None
-    assert [bar["holds"] for bar in report["summary"]["bars"]] == [None] * 3
-    kernel_speed_report.show(report)
-    shown = capsys.readouterr().out
-    assert "nothing is measured" in shown and "GB/s" not in shown
+    assert not any(side["status"] == MEASURED for side in status.values())
+    found = compare([*contests.values()])
+    assert found["ceilings"] == {"read": 0, "copy": 0} and found["bars"] == []
+    assert [cell["why_no_ratio"] for cell in found["cells"]] == ["ours: checked, not measured"] * 3
+    show(found, 1.0)
+    assert "not measured" in capsys.readouterr().out
 
 
 def test_a_wrong_kernel_is_not_passed(monkeypatch):
@@ -91,57 +81,9 @@ def test_a_wrong_kernel_is_not_passed(monkeypatch):
     for wrong in (shifted(problem), problem._replace(q=problem.q * math.nan)):
         sides = [side for side in jax_sides(wrong) if side.name == "gather + XLA"]
         contest = Contest("cell", 1, lambda out: error_of(out, expected), TOLERANCE, 2)
-        (record,) = timing.compete(contest, sides, None)
+        (record,) = contests.compete(contest, sides, None)
         assert record["status"] == WRONG and "off the reference" in record["reason"]
     assert record["error"] is None  # NaN is no JSON
-
-
-def test_cudnn_is_asked_for_the_same(monkeypatch):
-    """A stand-in computes what JAX's function is asked for, behind that function's check of the shapes."""
-    from jax._src.cudnn import fused_attention_stablehlo as cudnn
-
-    lowered = []
-
-    def stand_in(query, key, value, q_seqlen, kv_seqlen, page_table_k, page_table_v, **options):
-        assert options.pop("mask_type") is cudnn.MaskType.PADDING and options.pop("qkv_layout") == "BNTH"
-        layout = cudnn.AttentionLayout.BNTH
-        cudnn.check_layout(
-            query, key, value, None, q_seqlen, kv_seqlen, None, None, page_table_k, page_table_v, layout
-        )
-
-        def keys_of(pool, table):
-            blocks = jnp.moveaxis(pool[table[:, 0, :, 0]], 3, 2)
-            return blocks.reshape(query.shape[0], -1, *blocks.shape[3:])
-
-        out = jax.nn.dot_product_attention(
-            jnp.swapaxes(query, 1, 2),
-            keys_of(key, page_table_k),
-            keys_of(value, page_table_v),
-            query_seq_lengths=q_seqlen,
-            key_value_seq_lengths=kv_seqlen,
-            implementation="xla",
-            **options,
-        )
-        return jnp.swapaxes(out, 1, 2)
-
-    def for_cuda(function, *arguments):
-        lowered.append(jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text())
-        raise RuntimeError("there is no cuDNN to compile with")
-
-    versions = types.SimpleNamespace(cudnn_get_version=lambda: 91200)
-    monkeypatch.setattr(cudnn, "cuda_versions", versions)
-    problem = make_problem(CELL, num_buffers=2)
-    sides = [side for side in jax_sides(problem) if side.name == CUDNN_PAGED]
-    with monkeypatch.context() as patch:
-        patch.setattr(timing, "compiled", for_cuda)
-        timing.compete(Contest("cell", 1, lambda _: 0.0, 0.0, 3), sides, None)
-    (text,) = lowered
-    assert text.count("custom_call @__cudnn$fmhaSoftmax(") == 3
-    monkeypatch.setattr(cudnn, "paged_attention", stand_in)
-    expected = expected_output(problem, 1)
-    contest = Contest("cell", 1, lambda out: error_of(out, expected), TOLERANCE, 2)
-    (record,) = timing.compete(contest, sides, None)
-    assert record["status"] == CHECKED, record
 
 
 def test_launches_take_turns_in_the_buffers_and_wait_for_each_other():
@@ -229,7 +171,7 @@ def test_flashinfer_is_compiled_for_every_cell(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
     assert flashinfer_modules.main([str(tmp_path)]) == 1
     assert "module_2: FAILED, error: no nvcc" in capsys.readouterr().out
-    # What `plan` of FlashInfer's wrapper asks for, given what `kernel_speed_torch` gives it.
+    # What `plan` of FlashInfer's wrapper asks for, given what `on_device.torch_sides` gives it.
     decode, prefill, *others = asked
     flags = [name for name in attention if name.startswith("use_")]
     wanted = dict.fromkeys(attention, "bf16") | dict.fromkeys(flags, False)
@@ -246,25 +188,16 @@ def test_flashinfer_is_compiled_for_every_cell(tmp_path, monkeypatch, capsys):
 # --- what is asked ---
 
 
-def test_without_a_gpu_it_says_so(tmp_path, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        kernel_speed.main(["--output", str(tmp_path)])
-    assert stopped.value.code == 2
-    said = capsys.readouterr().err
-    assert "jax runs on cpu here, expected an NVIDIA Hopper GPU" in said and "--interpret" in said
-    assert len(said.splitlines()) == 1
-
-
 def test_every_cell_is_there_once_and_the_important_ones_first():
     cells = all_cells()
     assert len(cells) == len(set(cells)) == 4 * 3 * 3 * 3 + 5
-    equal = [cell for cell in cells if cell not in kernel_speed_cells.PLANNED]
+    equal = [cell for cell in cells if cell not in kernel_cells.PLANNED]
     assert {cell.batch for cell in equal} == {1, 8, 32, 128}
     assert {cell.context for cell in equal} == {1024, 8192, 32768}
     assert {(cell.group_size, cell.block_size) for cell in cells[:4]} == {(4, 16)}
-    is_small = [cell.kv_bytes < kernel_speed_cells.LARGE_BYTES for cell in cells]
+    is_small = [cell.kv_bytes < kernel_cells.LARGE_BYTES for cell in cells]
     assert is_small == sorted(is_small) and sum(is_small) == 4 * 3 * 3 * 3 // 2 + 1
-    assert set(kernel_speed_cells.QUICK) <= set(cells)
+    assert set(kernel_cells.QUICK) <= set(cells)
 
 
 def test_the_bytes_of_a_cell_by_hand():
@@ -273,7 +206,6 @@ def test_the_bytes_of_a_cell_by_hand():
     assert (cell.num_columns, cell.num_blocks, cell.num_buffers) == (512, 32 * 512 + 2, 1)
     small = Cell(1, 1024, 4, 16)
     assert small.kv_bytes == 4_194_304 and small.num_buffers == 239  # just over 1 GB
-    assert small.needed_bytes == 3 * 239 * 4_194_304 + 2 * 4_194_304
 
 
 def test_rows_of_a_cell_may_be_unequal():
@@ -293,7 +225,7 @@ def test_rows_of_a_cell_may_be_unequal():
 
 
 def test_the_bytes_of_a_step_by_hand():
-    step = pytest.importorskip("experiments.kernel_speed.step", reason="needs flax")
+    step = pytest.importorskip("experiments.on_device.step", reason="needs flax")
     sizes = step.StepSizes(batch=3, context=100, num_steps=4)
     assert sizes.start_len == 96  # steps read 97 to 100 tokens
     assert step.kv_bytes(step.LLAMA_1B, sizes) == round(3 * 98.5 * 2 * 16 * 8 * 64 * 2)
@@ -302,8 +234,15 @@ def test_the_bytes_of_a_step_by_hand():
     assert step.param_bytes(decoder) == 2 * (32 * 64 + layer + 64)
 
 
+def test_a_step_is_compared_with_float32():
+    step = pytest.importorskip("experiments.on_device.step", reason="needs flax")
+    contest, (xla, _) = step.step_contest(step.make_decoder(step.TINY), *step.TINY_STEPS)
+    (record,) = contests.compete(contest, [xla], None)
+    assert record["status"] == CHECKED and 1e-3 < record["error"] < 1e-2  # bfloat16
+
+
 def test_a_step_is_checked_whether_or_not_xla_runs(monkeypatch):
-    step = pytest.importorskip("experiments.kernel_speed.step", reason="needs flax")
+    step = pytest.importorskip("experiments.on_device.step", reason="needs flax")
     expected = np.arange(1.0, 7.0, dtype=np.float32).reshape(2, 3)
     monkeypatch.setattr(step, "expected_logits", lambda *_: expected)
     for factor, status in ((1.02, CHECKED), (1.04, WRONG)):
@@ -316,7 +255,7 @@ def test_a_step_is_checked_whether_or_not_xla_runs(monkeypatch):
         monkeypatch.setattr(step, "_prepare", prepare)
         monkeypatch.setattr(step, "param_bytes", lambda _: 0)
         decoder = types.SimpleNamespace(config=step.TINY)
-        records = timing.compete(*step.step_contest(decoder, *kernel_speed_cells.TINY_STEPS), None)
+        records = contests.compete(*step.step_contest(decoder, *step.TINY_STEPS), None)
         assert [record["status"] for record in records] == [FAILED, status]
 
 
@@ -362,11 +301,11 @@ def test_sides_take_turns_and_the_broken_ones_are_reported():
         fake("breaks later", fails_on=3),
         Side("missing", missing),
     ]
-    records = {record["side"]: record for record in timing.compete(contest, sides, 0.0)}
+    records = {record["side"]: record for record in contests.compete(contest, sides, 0.0)}
     assert list(records) == [side.name for side in sides]
     ours, slow = records[OURS], records["slow"]
     assert ours["status"] == slow["status"] == MEASURED
-    assert ours["num_calls"] == timing.MIN_ROUNDS and ours["launches_per_sample"] == 4
+    assert ours["num_calls"] == contests.MIN_ROUNDS and ours["launches_per_sample"] == 4
     assert 1000 <= ours["median_us"] < slow["median_us"]  # of a launch, not of a sample
     assert 3000 <= slow["median_us"] < 12_000
     assert records["wrong"]["status"] == records["not a number"]["status"] == WRONG
@@ -378,54 +317,110 @@ def test_sides_take_turns_and_the_broken_ones_are_reported():
 
 
 def test_a_sample_is_long_whatever_a_launch_takes():
-    assert timing.launches_for(0) == timing.MAX_LAUNCHES
-    assert timing.launches_for(3.5e9) == 10  # 1 ms and 10 us each
-    assert timing.launches_for(10**12) == 2
+    assert contests.launches_for(0) == contests.MAX_LAUNCHES
+    assert contests.launches_for(3.5e9) == 10  # 1 ms and 10 us each
+    assert contests.launches_for(10**12) == 2
 
 
 # --- the run ---
 
 
-class FakeDevice:
-    device_kind, platform = "NVIDIA H200", "gpu"
-    compute_capability = "9.0"
-
-    class client:  # noqa: N801
-        platform_version = "CUDA 13"
-
-    def memory_stats(self):
-        return {"bytes_limit": 60 * 10**9}
-
-
-def test_every_entry_has_a_name_before_anything_is_made():
-    """Nothing here has a GPU; and what does not fit is not tried."""
-    jobs = kernel_speed_entries.Entries(FakeDevice(), is_quick=False, interpret=False)
-    names = jobs.names
-    assert len(names) == len(set(names)) == 3 + 4 * 3 * 3 * 3 + 5 + 6 + 2
-    first = [kind for kind, _ in names[:17]]
-    assert first == ["entries"] * 3 + ["decodes"] * 6 + ["moves"] * 6 + ["steps"] * 2
-    with pytest.raises(kernel_speed_entries.NoRoomError, match="needs 86 GB, and 60 GB may be used"):
-        jobs.make("decodes", Cell(128, 32768, 4, 16).name)  # 17 GB, five times
-    assert jobs.environment["device"]["compute_capability"] == "9.0"
+def test_every_contest_has_a_name_before_anything_is_made():
+    """Nothing here has a GPU."""
+    names = [*parts.speed(False, [""])]
+    assert len(names) == len(set(names)) == 3 + 4 * 3 * 3 * 3 + 5 + 6
+    moves = {name for name in names if name.startswith(comparison.MOVES)}
+    assert names[:3] == ["one tiny kernel", "read", "copy"] and set(names[9:15]) == moves
+    assert set(parts.speed(False, [])) < set(names)
+    assert [*parts.speed(False, ["50 x 8k", "read"])] == ["read", "50 x 8k, group 4, block 16"]
+    assert parts.speed(False, ["51 x 8k"]) == {}
 
 
-def test_a_timed_run_from_end_to_end(tmp_path, monkeypatch, capsys):
+def test_a_timed_run_from_end_to_end(monkeypatch, capsys):
     """On a CPU, where ours does not run: the peers' times, and what follows from them."""
-    pytest.importorskip("flax")
-    monkeypatch.setattr(kernel_speed, "make_entries", lambda _: kernel_speed_fakes.timed)
-    monkeypatch.setattr(kernel_speed, "QUICK_SECONDS", 0.0)
-    assert kernel_speed.main(["--quick", "--output", str(tmp_path)]) == 0
-    shown = capsys.readouterr().out
-    report = json.loads((tmp_path / "cpu_quick.json").read_text())
-    (decode,), (taken,) = report["decodes"], report["steps"]
-    assert decode["num_buffers"] == 6 and decode["comparison"]["best_peer"] == "gather + XLA"
-    assert decode["comparison"]["why_no_ratio"].startswith("ours: failed: ")
-    rates = report["ceilings"]
-    assert 0 < rates["read"] and 0 < rates["copy"]
-    (xla, ours) = taken["sides"]
-    assert xla["status"] == MEASURED and taken["of_ceiling"] == {
-        "XLA attention": pytest.approx(taken["num_bytes"] / xla["median_us"] / 1e3 / rates["read"])
-    }
-    assert ours["status"] == FAILED and "it is for cuda devices, and this is cpu" in ours["reason"]
-    assert [entry["name"] for entry in report["moves"]][0] == "append 128 tokens"
-    assert "gather + XLA" in shown and "0 of 1 cells compared with a peer" in shown
+    monkeypatch.setattr(parts, "QUICK", (CELL._replace(batch=1),))
+    monkeypatch.setattr(kernel_cells, "ROTATED_BYTES", 3 * CELL.kv_bytes)
+    monkeypatch.setattr(parts, "ceiling_makers", functools.partial(parts.ceiling_makers, 1 << 12))
+    monkeypatch.setattr(parts, "_moves", lambda *_: parts.move_makers(parts.TINY_POOLS, (3,), 2))
+    contests.hold(parts.speed(False, []), 0.0, {}, parts.check_device, lambda: None)
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    held = [line for line in lines if "sides" in line]
+    found = compare(held)
+    (cell,) = found["cells"]
+    assert (cell["best_peer"], cell["ratio"]) == ("gather + XLA", None)
+    assert cell["why_no_ratio"].startswith("ours: failed: ")
+    assert 0 < found["ceilings"]["read"] and 0 < found["ceilings"]["copy"] and found["bars"] == []
+    (append,) = (each for each in held if each["name"] == "append 3 tokens")
+    rate = append["num_bytes"] / comparison.medians_us(append)["XLA"] / 1e3
+    assert comparison.of_ceiling(append, "XLA", found["ceilings"]) == pytest.approx(
+        rate / found["ceilings"]["copy"]
+    )
+    show(found, 1.0)
+    assert "gather + XLA" in capsys.readouterr().out
+
+
+# --- what the figures mean ---
+
+
+def contest(name, num_bytes, sides):
+    """`sides`: medians in microseconds, or a reason."""
+    records = [
+        {"side": side, "is_ours": side.startswith("ours"), "error": None}
+        | (
+            {"status": FAILED, "reason": value, "median_us": None}
+            if isinstance(value, str)
+            else {"status": MEASURED, "reason": "", "median_us": value}
+        )
+        for side, value in sides.items()
+    ]
+    return {"name": name, "num_bytes": num_bytes, "is_cell": OURS in sides and "a" in sides, "sides": records}
+
+
+HELD = [
+    contest("one tiny kernel", 0, {"XLA": 4.0}),
+    contest("read", 4_000_000, {"XLA": 1.25, "PyTorch": 1.0}),  # 4,000 GB/s
+    contest("copy", 4_000_000, {"XLA": 1.0}),
+    # 1,000 us for 3.8 GB: 95% of reading; a peer takes 1.2 times as long, another three times.
+    contest("won", 3_800_000_000, {OURS: 1000.0, "ours, plan included": 1010.0, "a": 3000.0, "b": 1200.0}),
+    contest("lost", 400_000_000, {OURS: 125.0, "ours, plan included": 120.0, "a": 100.0, "b": "no room"}),
+    contest("nearly", 4_000_000, {OURS: 10.0, "a": 9.5, "b": "no room"}),
+    contest("ours failed", 4_000_000, {OURS: "it broke", "a": 9.5}),
+    contest("alone", 4_000_000, {OURS: 10.0, "a": "no room"}),
+    contest("append 1 token", 1_000_000, {OURS: 2.0, "XLA": 4.0}),
+]
+
+
+def test_ratios_and_bars():
+    found = compare(HELD)
+    assert found["ceilings"] == {"read": pytest.approx(4000), "copy": pytest.approx(4000)}
+    assert comparison.of_ceiling(HELD[-1], OURS, {"copy": 1000, "read": 1}) == pytest.approx(0.5)
+    won, lost, nearly, failed, alone = found["cells"]
+    assert won["of_ceiling"] == pytest.approx(0.95)
+    assert (won["best_peer"], won["ratio"]) == ("b", pytest.approx(1.2))
+    assert (lost["best_peer"], lost["ratio"]) == ("a", pytest.approx(0.8))
+    assert nearly["ratio"] == pytest.approx(0.95)
+    assert (failed["ratio"], failed["why_no_ratio"]) == (None, "ours: failed: it broke")
+    assert (alone["ratio"], alone["why_no_ratio"]) == (None, "no peer was measured")
+    share, mean, least = found["bars"]
+    assert share["measured"] == pytest.approx(0.8) and not share["holds"]  # 0.4 GB count, 0.004 do not
+    assert mean["measured"] == pytest.approx((1.2 * 0.8 * 0.95) ** (1 / 3)) and not mean["holds"]
+    assert least["measured"] == pytest.approx(0.8) and not least["holds"]
+    assert absences(HELD) == [
+        "b: failed: no room (2 contests, lost and others)",
+        "ours: failed: it broke (ours failed)",
+        "a: failed: no room (alone)",
+    ]
+
+
+def test_bars_hold_when_they_do():
+    won = contest("won", 10**9, {OURS: 100.0, "a": 110.0})
+    read = contest("read", 10_500_000, {"XLA": 1.0})
+    assert [bar["holds"] for bar in compare([read, won])["bars"]] == [True, True, True]
+    assert compare([])["bars"] == []
+
+
+def test_the_table_says_what_was_lost(capsys):
+    show(compare(HELD), 1.0)
+    shown = " ".join(capsys.readouterr().out.split())
+    for words in ("1,000.0 1,010.0 95% b 1,200.0 1.20x", "0.80x", "3 of 3 bars do not hold"):
+        assert words in shown, words

@@ -1,16 +1,13 @@
 # pyright: reportMissingImports=false
-"""The peers of `experiments.kernel_speed` that run in PyTorch: FlashInfer, and SDPA on gathered blocks.
+"""The peers of `experiments.first_gpu_run` that run in PyTorch: FlashInfer's ways to decode.
 
 They read JAX's own buffers, without a copy. Launches are captured into one CUDA graph, so that the host's
 part costs nothing; where that does not work they are enqueued one by one, and the record says so.
 
-FlashInfer's modules are compiled per shape, which takes minutes:
-`experiments.kernel_speed.flashinfer_modules` does that before, without a GPU, into a folder that --flashinfer
-or KVCACHE_FLASHINFER_DIR names; if FlashInfer
-itself is in it, it is imported from there. A module that is not there is reported, not compiled, unless the
-environment has FLASHINFER_DISABLE_JIT set to nothing.
-
-Its plan is made before, as ours is. SDPA's gathering is timed, as it is on the JAX side.
+FlashInfer's modules are compiled per shape, which takes minutes: `experiments.on_device.flashinfer_modules`
+does that before, without a GPU, into a folder that --flashinfer or KVCACHE_FLASHINFER_DIR names; if it has
+FlashInfer itself, that is imported from there. A module that is missing is reported, not compiled, unless
+the environment has FLASHINFER_DISABLE_JIT set to nothing. Its plan is made before, as ours is.
 """
 
 import functools
@@ -21,11 +18,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.kernel_speed.names import FA2, FA2_TENSOR_CORES, FLASHINFER_CUDNN, TORCH_SDPA, TRT_LLM, XQA
-from experiments.kernel_speed.timing import Program, Side, one_line
+from experiments.on_device.contests import (
+    FA2,
+    FA2_TENSOR_CORES,
+    FLASHINFER_CUDNN,
+    XQA,
+    Program,
+    Side,
+    one_line,
+)
 
 if TYPE_CHECKING:
-    from experiments.kernel_speed.problem import Problem
+    from experiments.on_device.problem import Problem
 
 FLASHINFER_DIR = "KVCACHE_FLASHINFER_DIR"
 _WORKSPACE_BYTES = 256 << 20
@@ -38,30 +42,7 @@ def torch_sides(problem: "Problem") -> list[Side]:
         Side(FA2_TENSOR_CORES, functools.partial(_flashinfer, problem, "fa2", True)),
         Side(FLASHINFER_CUDNN, functools.partial(_flashinfer, problem, "cudnn", False)),
         Side(XQA, functools.partial(_xqa, problem)),
-        Side(TRT_LLM, functools.partial(_trtllm, problem)),
-        Side(TORCH_SDPA, functools.partial(_sdpa, problem)),
     ]
-
-
-def _sdpa(problem: "Problem", num_launches: int) -> Program:
-    import torch
-
-    problem.require_equal_rows()
-    cell = problem.cell
-    q = as_tensor(problem.q).reshape(cell.batch, -1, 1, cell.head_dim)
-    blocks = as_tensor(problem.block_table).reshape(-1)
-
-    def gathered(pool: Any) -> Any:
-        """`[b, h, context, d]`, moved once: the heads come first in memory, then the rows."""
-        heads = torch.index_select(pool.transpose(0, 1), 1, blocks)
-        return heads.reshape(cell.num_kv_heads, cell.batch, cell.context, cell.head_dim).transpose(0, 1)
-
-    def call(k_pool: Any, v_pool: Any) -> Any:
-        return torch.nn.functional.scaled_dot_product_attention(
-            q, gathered(k_pool), gathered(v_pool), scale=problem.scale, enable_gqa=True
-        )
-
-    return _launches(problem, call, num_launches)
 
 
 def _flashinfer(problem: "Problem", backend: str, use_tensor_cores: bool, num_launches: int) -> Program:
@@ -93,31 +74,14 @@ def _flashinfer(problem: "Problem", backend: str, use_tensor_cores: bool, num_la
 
 
 def _xqa(problem: "Problem", num_launches: int) -> Program:
-    flashinfer, _ = _import_flashinfer()
-    return _batch_decode(problem, flashinfer.decode.xqa_batch_decode_with_kv_cache, num_launches)
-
-
-def _trtllm(problem: "Problem", num_launches: int) -> Program:
     flashinfer, torch = _import_flashinfer()
-    major, minor = torch.cuda.get_device_capability()
-    if major < 10:
-        raise NotImplementedError(
-            f"it is for Blackwell, and this device has compute capability {major}.{minor}"
-        )
-    decode = functools.partial(flashinfer.decode.trtllm_batch_decode_with_kv_cache, backend="trtllm-gen")
-    return _batch_decode(problem, decode, num_launches)
-
-
-def _batch_decode(problem: "Problem", decode: Callable, num_launches: int) -> Program:
-    import torch
-
     cell = problem.cell
     q = as_tensor(problem.q).reshape(cell.batch, -1, cell.head_dim)
     table, lens, out = as_tensor(problem.block_table), as_tensor(problem.lens), torch.empty_like(q)
     workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
 
     def call(k_pool: Any, v_pool: Any) -> Any:
-        return decode(
+        return flashinfer.decode.xqa_batch_decode_with_kv_cache(
             q,
             (k_pool, v_pool),
             workspace,

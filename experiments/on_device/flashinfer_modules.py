@@ -1,8 +1,8 @@
 # pyright: reportMissingImports=false
-"""Compiles the FlashInfer modules that `experiments.kernel_speed` calls, on a machine that needs no GPU.
+"""Compiles the FlashInfer modules that `experiments.first_gpu_run` calls, on a machine that needs no GPU.
 
-    python -m experiments.kernel_speed.flashinfer_modules DIR
-    python -m experiments.kernel_speed --flashinfer DIR
+    python -m experiments.on_device.flashinfer_modules DIR
+    python -m experiments.first_gpu_run --flashinfer DIR
 
 Needs flashinfer-python, ninja, a C++ compiler and nvcc; any PyTorch. The modules go to DIR/<name>/<name>.so,
 which FlashInfer of the same version loads without a compiler; delete DIR/build afterwards, or leave it to
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.common import command
-from experiments.kernel_speed.cells import BLOCK_SIZES, GROUP_SIZES, Cell
+from experiments.on_device.cells import BLOCK_SIZES, GROUP_SIZES, Cell
 
 ARCHITECTURE = "9.0a"  # Hopper, with wgmma and TMA
 
@@ -50,7 +50,7 @@ def stub_driver(folder: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = command.Parser("experiments.kernel_speed.flashinfer_modules", __doc__)
+    parser = command.Parser("experiments.on_device.flashinfer_modules", __doc__)
     parser.add_argument("folder", type=Path, metavar="DIR", help="takes the modules")
     folder = parser.parse_args(arguments).folder.resolve()
     missing = [name for name in ("torch", "flashinfer") if importlib.util.find_spec(name) is None]

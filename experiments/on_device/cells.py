@@ -1,22 +1,12 @@
-"""What `experiments.kernel_speed` decodes: the cells, and their order; the steps. Only Python."""
+"""What `experiments.first_gpu_run` decodes beside peers: the cells, and their order. Only Python."""
 
 import random
 from typing import NamedTuple
 
 # By importance: the shapes first that fill a GPU.
 SHAPES = (
-    (32, 8192),
-    (128, 8192),
-    (8, 32768),
-    (32, 32768),
-    (128, 1024),
-    (1, 32768),
-    (8, 8192),
-    (32, 1024),
-    (128, 32768),
-    (1, 8192),
-    (8, 1024),
-    (1, 1024),
+    *((32, 8192), (128, 8192), (8, 32768), (32, 32768), (128, 1024), (1, 32768)),
+    *((8, 8192), (32, 1024), (128, 32768), (1, 8192), (8, 1024), (1, 1024)),
 )
 """(batch, context)."""
 GROUP_SIZES, BLOCK_SIZES = (4, 8, 1), (16, 64, 128)
@@ -74,12 +64,6 @@ class Cell(NamedTuple):
     def num_buffers(self) -> int:
         return max(1, -(-ROTATED_BYTES // self.kv_bytes))
 
-    @property
-    def needed_bytes(self) -> int:
-        """Device memory of the sides together: three copies of the buffers (JAX's Triton kernel wants another
-        layout, and cuDNN each alone), blocks gathered once, and once more in another order."""
-        return 3 * self.num_buffers * self.kv_bytes + 2 * self.kv_bytes
-
 
 def all_cells() -> list[Cell]:
     """Every combination, the most important ones first: before all, those that have a bar of their own."""
@@ -132,24 +116,3 @@ TINY = (
     Cell(2, 96, 4, 16, num_kv_heads=1, unequal="16 and 96"),
 )
 """For the interpreter."""
-
-
-class StepSizes(NamedTuple):
-    """A decoder's rows, and the tokens that each holds after the last step of a sample."""
-
-    batch: int
-    context: int
-    num_steps: int = 32
-    block_size: int = 16
-
-    @property
-    def name(self) -> str:
-        return f"step of {self.batch} x {self.context} tokens"
-
-    @property
-    def start_len(self) -> int:
-        return self.context - self.num_steps
-
-
-STEPS = (StepSizes(32, 8192), StepSizes(1, 8192))
-TINY_STEPS = (StepSizes(2, 32, num_steps=1),)
