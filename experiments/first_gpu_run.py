@@ -102,10 +102,6 @@ KERNELS = {"decode": "paged_decode", "merge": "merge_attention", "append": "appe
 """By the first word of what is checked."""
 
 
-class Refused(command.InputError):
-    """Nothing can be measured here, or not what is asked for."""
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = command.Parser("experiments.first_gpu_run", __doc__)
     add = parser.add_argument
@@ -130,10 +126,8 @@ def main(arguments: list[str] | None = None) -> int:
     for side in options.without:
         if side not in SIDES:
             parser.error(f"got --without {side!r}, expected one of: {'; '.join(SIDES)}")
-    try:
+    with parser.refusing():
         report = measure(options)
-    except Refused as error:
-        parser.error(str(error))
     if options.json:
         print(json.dumps(report))
     else:
@@ -155,7 +149,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             report["parts"].append(run_part(part, options, limit_s))
             (first, *_) = report["parts"]
             if first["how"] == REFUSED and not first["found"]:
-                raise Refused(first["said"].strip().splitlines()[-1].partition(": ")[2])
+                raise command.InputError(first["said"].strip().splitlines()[-1].partition(": ")[2])
             report["verdict"], report["comparison"] = verdict(report), compare(contests_of(report))
             save(report, options.output or RESULTS)
     if not (options.only or options.cell or options.without or options.interpret):

@@ -274,10 +274,8 @@ def main(arguments: list[str] | None = None) -> int:
     byte_model.add_option(parser)
     options = parser.parse_args(arguments)
     decoder = byte_model.load(parser, options.checkpoint)
-    try:
+    with parser.refusing():
         texts = read_texts(options.data)
-    except command.InputError as error:
-        parser.error(str(error))
     measured = measure(decoder, texts, options.steps)
     pools = {
         f"{num_layers} layers, {_LARGE_TABLES if is_full else 'smaller tables'}": slope

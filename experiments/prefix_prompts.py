@@ -194,11 +194,9 @@ def main(arguments: list[str] | None = None) -> int:
     add_options(parser, draws=False)
     options = parser.parse_args(arguments)
     decoder = byte_model.load(parser, options.checkpoint)
-    try:
+    with parser.refusing():
         pairs = made_up_pairs(options.prompts, options.shared, options.own)
         questions = None if options.data is None else few_shot_prompts(options.data, options.prompts)
-    except InputError as error:
-        parser.error(str(error))
     made_up = time_pairs(decoder, pairs)
     report = {
         "made_up": made_up,

@@ -61,7 +61,7 @@ from experiments.bookkeeping.operations import (
 from experiments.bookkeeping.report import show
 from experiments.common import command
 from experiments.common.report import add_options, deliver
-from experiments.common.timing import summary
+from experiments.common.timing import summary, take_turns
 from experiments.peers import run_peers
 
 SMALLEST_POOL = 1_024
@@ -178,15 +178,6 @@ def prepared(operations: Sequence[tuple[Operation, Workload, int]]) -> list[Timi
         return list(executor.map(lambda arguments: Timing(*arguments), operations))
 
 
-def measure(timings: Sequence[Timing], seconds: float) -> None:
-    """Rounds in turn, so that whatever else the machine does meets all alike."""
-    end, num_rounds = time.perf_counter() + seconds, 0
-    while num_rounds < 5 or time.perf_counter() < end:
-        for timing in timings:
-            timing.round()
-        num_rounds += 1
-
-
 def decode_step_bytes(num_blocks: int) -> dict[str, int]:
     """Bytes of the pools and of the temporaries of a compiled decode step: two layers, eight rows."""
     layers = [kv.FullAttention(num_kv_heads=2, head_dim=64)] * 2
@@ -267,13 +258,14 @@ def main(arguments: list[str] | None = None) -> int:
             parser.error(f"got --peers-python {python}, expected a Python interpreter")
 
     full = prepared([(operation, FULL, NUM_BLOCKS) for operation in OPERATIONS])
-    measure(full, options.seconds * len(full))
+    take_turns([timing.round for timing in full], options.seconds * len(full))
     growth = []
     for operation in OPERATIONS:
         if operation.index == EVERYTHING:
             continue  # with the pool grows what there is to evict
-        growth.append(prepared([(operation, SMALL, size) for size in (SMALLEST_POOL, *GROWTH)]))
-        measure(growth[-1], options.seconds * len(growth[-1]))
+        timings = prepared([(operation, SMALL, size) for size in (SMALLEST_POOL, *GROWTH)])
+        take_turns([timing.round for timing in timings], options.seconds * len(timings))
+        growth.append(timings)
     memory = {"N": decode_step_bytes(256), "8N": decode_step_bytes(8 * 256)}
     sizes = {
         "num_blocks": NUM_BLOCKS,

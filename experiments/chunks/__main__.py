@@ -98,14 +98,12 @@ def _checked(parser: command.Parser, options: argparse.Namespace) -> dict[str, A
     if options.picture:
         parser.error("got --picture with --check, expected one of them: a check has no figure")
     folder, path = options.check
-    try:
+    with parser.refusing(checkpoint.CheckpointError, NotImplementedError):
         decoder = checkpoint.load(folder, dtype=jnp.float32)
         prompts = check.read_prompts(path, checkpoint.load_tokenizer(folder))
         longest = max(int(prompt.starts[-1]) for prompt in prompts)
         reuse = _reuse(rows.rotations_of(decoder, longest), options)
         found = check.measure(decoder, prompts, reuse, options.most_kl, options.least_agreement)
-    except (command.InputError, checkpoint.CheckpointError, NotImplementedError) as error:
-        parser.error(str(error))
     return {"model": folder.name, **found}
 
 

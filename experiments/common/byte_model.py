@@ -25,7 +25,7 @@ def add_option(parser: argparse.ArgumentParser) -> None:
 
 
 def load(
-    parser: argparse.ArgumentParser, folder: Path, *, beside: str | None = None, reads: bool = True
+    parser: command.Parser, folder: Path, *, beside: str | None = None, reads: bool = True
 ) -> Decoder:
     """Loads a model in float32, or ends the command with what is wrong.
 
@@ -35,10 +35,8 @@ def load(
       beside: For one that is compared with layers of `dense_decoder`: what they are in the study.
       reads: Whether the model reads texts, each byte a token.
     """
-    try:
+    with parser.refusing(checkpoint.CheckpointError):
         decoder = checkpoint.load(folder, dtype=jnp.float32)
-    except checkpoint.CheckpointError as error:
-        parser.error(str(error))
     if beside is not None and (option := dense_decoder.missing_option(decoder.config)):
         parser.error(
             f"{folder} has {option}, which {beside} does not have, expected a model without: take a Llama, "

@@ -5,16 +5,19 @@ parser.add_argument("--samples", type=integer(1), default=1)
 options = parser.parse_args(arguments)
 if not fits(options):
     parser.error("got this, expected that: do so")
+with parser.refusing():
+    read(options.file)
 """
 
 import argparse
+import contextlib
 import errno
 import io
 import math
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -48,6 +51,14 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self._end(2, message)
+
+    @contextlib.contextmanager
+    def refusing(self, *kinds: type[Exception]) -> Iterator[None]:
+        """Makes an `error` of an InputError within the `with`, and of an exception of these kinds."""
+        try:
+            yield
+        except (InputError, *kinds) as error:
+            self.error(str(error))
 
     def fail(self, message: str) -> NoReturn:
         """The input was right, and what came of it is no result."""

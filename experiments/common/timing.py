@@ -8,6 +8,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,15 @@ def summary(seconds: Sequence[float]) -> dict[str, float]:
         "p90_us": quantile_us(0.9),
         "num_calls": len(ordered),
     }
+
+
+def take_turns(rounds: Sequence[Callable[[], Any]], seconds: float) -> None:
+    """Calls all in turn, for so long and at least five times: what else the machine does meets all alike."""
+    end, num_rounds = time.perf_counter() + seconds, 0
+    while num_rounds < 5 or time.perf_counter() < end:
+        for take_one in rounds:
+            take_one()
+        num_rounds += 1
 
 
 def ratios(seconds: Sequence[float], others: Sequence[float]) -> list[float]:

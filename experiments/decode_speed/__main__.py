@@ -126,11 +126,7 @@ def measure(
     paged, *others = timings[: len(SIDES)]
     for other in others:
         check_equal(other.logits, paged.logits, f"{case.name}: {other.side.name}")
-    end, num_rounds = time.perf_counter() + seconds, 0
-    while num_rounds < 5 or time.perf_counter() < end:
-        for timed in timings:
-            timed.round()
-        num_rounds += 1
+    timing.take_turns([timed.round for timed in timings], seconds)
     records = [record for timed in timings for record in timed.records()]
     if parts and max(case.lens) <= longest_uncached:
         records.append(measure_uncached(case, decoder, contexts, paged.logits[0], seconds))
@@ -197,10 +193,8 @@ def main(arguments: list[str] | None = None) -> int:
     byte_model.add_option(parser)
     options = parser.parse_args(arguments)
     decoder = byte_model.load(parser, options.checkpoint, beside="the dense cache beside it", reads=False)
-    try:
+    with parser.refusing():
         memory = memory_report(options.data)
-    except command.InputError as error:
-        parser.error(str(error))
 
     contexts = make_contexts(decoder)
     seconds = 2.0 if options.quick else 10.0

@@ -27,7 +27,6 @@ from typing import Any
 import jax
 
 from experiments.common import byte_model, command, corpus
-from experiments.common.command import InputError
 from experiments.common.progress import progress
 from experiments.common.report import add_options, deliver
 from experiments.evaluate import report as reports
@@ -54,11 +53,9 @@ def main(arguments: list[str] | None = None) -> int:
     add_options(parser, draws=False)
     options = parser.parse_args(arguments)
     decoder = byte_model.load(parser, options.checkpoint)
-    try:
+    with parser.refusing():
         tasks = tasks_of(options)
         results = Results(options.results, settings_of(options, tasks))
-    except InputError as error:
-        parser.error(str(error))
     num_items = sum(len(task.items) for task in tasks)
     with progress("items", num_items, every=8) as show:
         for num_done, result in enumerate(

@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
     add_options(parser)
     options = parser.parse_args(arguments)
     machine = dataclasses.replace(MACHINES[options.machine], num_chips=options.chips)
-    try:
+    with parser.refusing(ValueError):
         records, bars = [], []
         requests = read_requests(options.trace, options.tokens_per_id, options.requests)
         for arrivals in options.arrivals:
@@ -59,8 +59,6 @@ def main(arguments: list[str] | None = None) -> int:
                 ratio = found[policy]["num_hit_tokens"] / max(found["round robin"]["num_hit_tokens"], 1)
                 name = f"hits of {policy!r}, in times of round robin's, arrivals times {arrivals:g}"
                 bars.append(at_least(name, ratio, 1.5))
-    except (command.InputError, ValueError) as error:
-        parser.error(str(error))
     deliver(
         {
             "trace": options.trace.name,

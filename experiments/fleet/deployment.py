@@ -242,10 +242,8 @@ def make_parser() -> command.Parser:
 def main(arguments: list[str] | None = None) -> int:
     parser = make_parser()
     options = parser.parse_args(arguments)
-    try:
+    with parser.refusing(CheckpointError):
         server.load_tokenizer(options)  # a missing checkpoint is a sentence here, and not one per replica
-    except CheckpointError as error:
-        parser.error(str(error))
     serve.start(http_options={"host": options.host, "port": options.port})
     serve.run(make_application(options), blocking=True)
     return 0

@@ -103,6 +103,20 @@ def compiled(function: Callable, *arguments: Any, **options: Any) -> Callable:
     return jax.jit(function, **options).lower(*arguments).compile()
 
 
+def jax_program(
+    run: Callable[[], Any], interpret: bool = False, result: Callable[[Any], Any] | None = None
+) -> Program:
+    """Launches by jax, whose kernels are interpreted on the CPU if so; the result is an array of numpy's."""
+    import jax
+    import numpy as np
+
+    if interpret:
+        from pallas_kernels.mosaic_gpu.interpret import run_interpreted
+
+        run = functools.partial(run_interpreted, run)
+    return Program(run, jax.block_until_ready, result or np.asarray)
+
+
 def launches_for(num_bytes: float, bytes_per_s: float = 3.5e12, fixed_s: float = 10e-6) -> int:
     """Launches of a sample of about `SAMPLE_S` seconds, at least 2."""
     return min(MAX_LAUNCHES, max(2, math.ceil(SAMPLE_S / (num_bytes / bytes_per_s + fixed_s))))

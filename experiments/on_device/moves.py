@@ -103,7 +103,7 @@ def _floor() -> tuple[Contest, list[Side]]:
     return contest, [Side(XLA, functools.partial(looped, add, x, (), NUM_BUFFERS))]
 
 
-def _in_place(loop: Callable, state: Any, inputs: Any = ()) -> Program:
+def _in_place(loop: Callable, state: Any, inputs: Any = (), interpret: bool = False) -> Program:
     """`state = loop(state, inputs)`, the state donated; sample after sample goes on from there."""
     program = contests.compiled(loop, state, inputs, donate_argnums=0)
     held = [state]
@@ -113,7 +113,7 @@ def _in_place(loop: Callable, state: Any, inputs: Any = ()) -> Program:
         held.append(program(held.pop(), inputs))
         return held[0]
 
-    return Program(run, jax.block_until_ready, lambda state: state)
+    return contests.jax_program(run, interpret, result=lambda state: state)
 
 
 class Pools(NamedTuple):
@@ -156,102 +156,75 @@ def move_makers(sizes: Pools, num_tokens: tuple[int, ...], num_moved: int, inter
       num_moved: Blocks of each other movement, in all layers; at most half of them.
       interpret: Run our kernels on the CPU.
     """
-    makers: Makers = {}
-    for num in num_tokens:
-        name = f"append {num} token{'s' * (num > 1)}"
-        makers[name] = functools.partial(_append, name, sizes, num, interpret)
-    for kernel in ("gather_blocks", "scatter_blocks", "copy_blocks"):
-        name = f"{kernel.partition('_')[0]} {num_moved} blocks of {sizes.num_layers} layers"
-        makers[name] = functools.partial(_move, name, sizes, kernel, num_moved, interpret)
-    return makers
+    move = functools.partial(_move, sizes, interpret)
+    appends = {f"append {num} token{'s' * (num > 1)}": ("append_kv", num) for num in num_tokens}
+    others = {
+        f"{kernel.partition('_')[0]} {num_moved} blocks of {sizes.num_layers} layers": (kernel, num_moved)
+        for kernel in ("gather_blocks", "scatter_blocks", "copy_blocks")
+    }
+    moves = {**appends, **others}
+    return {name: functools.partial(move, name, *moves[name]) for name in moves}
 
 
-def _append(name: str, sizes: Pools, num_tokens: int, interpret: bool) -> tuple[Contest, list[Side]]:
-    num_bytes = 2 * num_tokens * sizes.token_bytes
-    num_launches = launches_for(num_bytes) if not interpret else sizes.num_layers
-    order = np.random.default_rng(0).permutation(sizes.num_blocks * sizes.block_size)
-    k, v = (random_pool(jax.random.key(i), (num_tokens, *sizes.shape[1::2])) for i in (2, 3))
-    inputs = k, v, jnp.asarray(order[:num_tokens], jnp.int32)
+def _move(sizes: Pools, interpret: bool, name: str, kernel: str, num: int) -> tuple[Contest, list[Side]]:
+    """`num` tokens or blocks, moved by a kernel and by the reference.
 
-    def step(kernels: Any, options: dict, pools: tuple, inputs: tuple, nth: jax.Array) -> tuple:
-        layer = lax.rem(nth, jnp.int32(sizes.num_layers))
-        return kernels.append_kv(*pools, *inputs, num_blocks=sizes.num_blocks, layer=layer, **options)
-
-    return _contest(name, num_bytes, num_launches, step, sizes.draw, inputs, interpret)
-
-
-def _move(
-    name: str, sizes: Pools, kernel: str, num_moved: int, interpret: bool
-) -> tuple[Contest, list[Side]]:
-    num_bytes = 2 * num_moved * sizes.block_bytes
-    num_launches = launches_for(num_bytes) if not interpret else 1
-    order = np.random.default_rng(0).permutation(sizes.num_blocks).astype(np.int32)
-    src, dst = jnp.asarray(order[:num_moved]), jnp.asarray(order[num_moved : 2 * num_moved])
-    shape = (sizes.num_layers, num_moved, *sizes.shape[1:])
-    count = jnp.int32(num_moved)
-
-    def copied(move: Callable, pools: tuple, inputs: tuple) -> tuple:
-        return move(*pools, *inputs)
-
-    def gathered(move: Callable, state: tuple, inputs: tuple) -> tuple:
-        (pools, results), (ids, count) = state, inputs
-        # What all launches have in common may be moved out of the loop.
-        zero = jnp.isnan(results[0].reshape(-1)[0]).astype(jnp.int32)
-        return pools, move(*pools, ids, count + zero)
-
-    if kernel == "gather_blocks":
-        work, inputs = gathered, (src, count)
-    elif kernel == "copy_blocks":
-        work, inputs = copied, (src, dst, count)
-    else:
-        work, inputs = copied, (*(random_pool(jax.random.key(i), shape) for i in (2, 3)), dst, count)
-
-    def start() -> Any:
-        pools = sizes.draw()
-        return (pools, tuple(jnp.zeros(shape, jnp.bfloat16) for _ in "kv")) if work is gathered else pools
-
-    def step(kernels: Any, options: dict, state: Any, inputs: tuple, _) -> Any:
-        move = functools.partial(getattr(kernels, kernel), num_blocks=sizes.num_blocks, **options)
-        return work(move, state, inputs)
-
-    return _contest(name, num_bytes, num_launches, step, start, inputs, interpret)
-
-
-def _contest(
-    name: str,
-    num_bytes: int,
-    num_launches: int,
-    step: Callable,
-    start: Callable[[], Any],
-    inputs: tuple,
-    interpret: bool,
-) -> tuple[Contest, list[Side]]:
-    """`state = step(kernels, options, state, inputs, nth)`, beginning with `start()`.
-
-    The error is the share of the state's elements that are not the reference's.
+    The error is the share of the elements that are not the reference's.
     """
+    is_append, is_gather = kernel == "append_kv", kernel == "gather_blocks"
+    num_places = sizes.num_blocks * (sizes.block_size if is_append else 1)
+    num_bytes = 2 * num * (sizes.token_bytes if is_append else sizes.block_bytes)
+    num_launches = launches_for(num_bytes)
+    if interpret:
+        num_launches = sizes.num_layers if is_append else 1
+    order = np.random.default_rng(0).permutation(num_places).astype(np.int32)
+    src, dst, count = jnp.asarray(order[:num]), jnp.asarray(order[num : 2 * num]), jnp.int32(num)
+    outside = (num, *sizes.shape[1::2]) if is_append else (sizes.num_layers, num, *sizes.shape[1:])
 
-    def loop(kernels: Any, options: dict, state: Any, inputs: tuple) -> Any:
-        def body(nth: jax.Array, state: Any) -> Any:
-            return step(kernels, options, state, inputs, nth)
+    def drawn() -> tuple[jax.Array, jax.Array]:
+        k, v = (random_pool(jax.random.key(i), outside) for i in (2, 3))
+        return k, v
+
+    inputs = {
+        "append_kv": lambda: (*drawn(), src),
+        "gather_blocks": lambda: (src, count),
+        "scatter_blocks": lambda: (*drawn(), dst, count),
+        "copy_blocks": lambda: (src, dst, count),
+    }[kernel]()
+
+    def start() -> tuple:
+        results = tuple(jnp.zeros(outside, jnp.bfloat16) for _ in "kv") if is_gather else ()
+        return sizes.draw(), results
+
+    def loop(kernels: Any, options: dict, state: tuple, inputs: tuple) -> tuple:
+        call = functools.partial(getattr(kernels, kernel), num_blocks=sizes.num_blocks, **options)
+
+        def body(nth: jax.Array, state: tuple) -> tuple:
+            pools, results = state
+            if is_append:
+                return call(*pools, *inputs, layer=lax.rem(nth, jnp.int32(sizes.num_layers))), results
+            if not is_gather:
+                return call(*pools, *inputs), results
+            # What all launches have in common may be moved out of the loop.
+            zero = jnp.isnan(results[0].reshape(-1)[0]).astype(jnp.int32)
+            ids, count = inputs
+            return pools, call(*pools, ids, count + zero)
 
         return lax.fori_loop(0, num_launches, body, state)
 
+    by_reference = functools.partial(loop, reference, {})
+
     def ours(_) -> Program:
         from pallas_kernels import mosaic_gpu
-        from pallas_kernels.mosaic_gpu.interpret import run_interpreted
 
         options = {"interpret": True} if interpret else {}
-        program = _in_place(functools.partial(loop, mosaic_gpu, options), start(), inputs)
-        return program._replace(run=lambda: run_interpreted(program.run)) if interpret else program
+        return _in_place(functools.partial(loop, mosaic_gpu, options), start(), inputs, interpret)
 
-    def xla(_) -> Program:
-        return _in_place(functools.partial(loop, reference, {}), start(), inputs)
-
-    def error_of(state: Any) -> float:
-        expected = jax.jit(functools.partial(loop, reference, {}))(start(), inputs)
+    def error_of(state: tuple) -> float:
+        expected = jax.jit(by_reference)(start(), inputs)
         pairs = zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True)
         return max(float((got != wanted).mean()) for got, wanted in pairs)
 
     contest = Contest(name, num_bytes, error_of, 0.0, num_launches)
-    return contest, [Side(OURS, ours, is_ours=True), Side(XLA, xla)]
+    xla = Side(XLA, lambda _: _in_place(by_reference, start(), inputs))
+    return contest, [Side(OURS, ours, is_ours=True), xla]

@@ -37,6 +37,7 @@ from experiments.on_device.contests import (
     Side,
     compiled,
     hold,
+    jax_program,
     launches_for,
     one_line,
     say,
@@ -169,14 +170,10 @@ def _cell(cell: Cell, interpret: bool) -> tuple[Contest, list[Side]]:
 
 def _served(work: Callable[[str], list], implementation: str, interpret: bool, _: int) -> Program:
     def run_it() -> list:
-        if not interpret:
+        with kv.testing.interpreted() if interpret else contextlib.nullcontext():
             return work(implementation)
-        from pallas_kernels.mosaic_gpu.interpret import run_interpreted
 
-        with kv.testing.interpreted():
-            return run_interpreted(lambda: work(implementation))
-
-    return Program(run_it, lambda _: None, lambda answers: answers)
+    return jax_program(run_it, interpret, result=list)
 
 
 def _decode(shape: DecodeShape, interpret: bool) -> tuple[Contest, list[Side]]:
@@ -220,16 +217,10 @@ def _checked(
 
     def prepare(_: int) -> Program:
         from pallas_kernels import mosaic_gpu
-        from pallas_kernels.mosaic_gpu.interpret import run_interpreted
 
         options = {"interpret": True} if interpret else {}
         program = compiled(functools.partial(call, getattr(mosaic_gpu, kernel), **options), arrays)
-        work = functools.partial(program, arrays)
-        return Program(
-            functools.partial(run_interpreted, work) if interpret else work,
-            jax.block_until_ready,
-            lambda x: x,
-        )
+        return jax_program(functools.partial(program, arrays), interpret, result=tuple)
 
     return Contest(name, 0, error_of, tolerance, 1), [Side(OURS, prepare, is_ours=True)]
 
@@ -317,10 +308,8 @@ def main(arguments: list[str] | None = None) -> int:
     options: argparse.Namespace = parser.parse_args(arguments)
     # The peers need memory too.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    try:
+    with parser.refusing():
         device = find_device(options.interpret)
-    except InputError as error:
-        parser.error(str(error))
     jax.config.update("jax_default_device", device)
     make, seconds = PARTS[options.part]
     makers = make(options.interpret, options.cell)

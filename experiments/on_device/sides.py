@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from experiments.on_device import contests
@@ -104,11 +103,4 @@ def looped(
 
     program = contests.compiled(loop, inputs, pools)
 
-    def run() -> jax.Array:
-        if not interpret:
-            return program(inputs, pools)
-        from pallas_kernels.mosaic_gpu.interpret import run_interpreted
-
-        return run_interpreted(program, inputs, pools)
-
-    return Program(run, jax.block_until_ready, np.asarray)
+    return contests.jax_program(lambda: program(inputs, pools), interpret)

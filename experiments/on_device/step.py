@@ -22,7 +22,7 @@ from jax import lax
 
 import kvcache_jax as kv
 from experiments.decode_speed.sides import scattered
-from experiments.on_device.contests import OURS, XLA_ATTENTION, Contest, Program, Side, compiled
+from experiments.on_device.contests import OURS, XLA_ATTENTION, Contest, Program, Side, compiled, jax_program
 from experiments.on_device.problem import error_of, random_pool
 from kvcache_jax.attention.mosaic import interpreted
 from kvcache_jax.core.backends import MOSAIC_GPU, XLA
@@ -166,11 +166,7 @@ def _prepare(
         held.append(cache)
         return logits
 
-    if interpret:
-        from pallas_kernels.mosaic_gpu.interpret import run_interpreted
-
-        return Program(lambda: run_interpreted(run), jax.block_until_ready, np.asarray)
-    return Program(run, jax.block_until_ready, np.asarray)
+    return jax_program(run, interpret)
 
 
 def _filled_cache(model: DecoderConfig, sizes: StepSizes, implementation: str) -> kv.Cache:

@@ -173,14 +173,12 @@ def main(arguments: list[str] | None = None) -> int:
     add_options(parser)
     options = parser.parse_args(arguments)
     path = options.config / "config.json" if options.config.is_dir() else options.config
-    try:
+    with parser.refusing(ValueError):
         values = JsonObject(path)
         plain = {name: value for name, value in values.values.items() if name != "quantization_config"}
         model = read_values(JsonObject(path, plain), options.dtype)
         found = plan(model, weight_bytes(values, model, options.dtype), options)
         trace = options.trace and read_trace(options.trace, options.tokens_per_id)
-    except ValueError as error:  # of the config, the trace or the sizes
-        parser.error(str(error))
     if trace:
         if not found["token_bytes"]:
             parser.error(f"got --trace with {path}, of which no layer keeps all tokens: leave --trace out")

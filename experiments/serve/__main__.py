@@ -77,10 +77,8 @@ def main(arguments: list[str] | None = None) -> int:
     for name, value in defaults.items():
         if getattr(options, name) is None:
             setattr(options, name, value)
-    try:
+    with parser.refusing(checkpoint.CheckpointError):
         servers, found = run(options)
-    except (InputError, checkpoint.CheckpointError) as error:
-        parser.error(str(error))
     report = {
         "load": os.getloadavg()[0],
         "model": options.checkpoint.name,

@@ -31,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     from experiments.server.app import Server
     from models.checkpoint import CheckpointError
 
-    try:
+    with parser.refusing(CheckpointError):
         with bound(options.host, options.port) as listening:
             service = make_service(options)
             server = Server(service)
@@ -40,8 +40,6 @@ def main(arguments: list[str] | None = None) -> int:
             host = f"[{host}]" if ":" in host else host
             print(f"serving {service.model} at http://{host}:{port}", flush=True)
             server.run([listening])
-    except (InputError, CheckpointError) as error:
-        parser.error(str(error))
     return 0
 
 

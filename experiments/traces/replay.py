@@ -157,10 +157,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     add_options(parser)
     options = parser.parse_args(arguments)
-    try:
+    with parser.refusing():
         trace = read_trace(options.trace, options.tokens_per_id)
-    except command.InputError as error:
-        parser.error(str(error))
     longest = int(trace.num_ids.max())
     sizes = sorted({size or max(trace.num_distinct, longest) for size in options.blocks})
     if sizes[0] < longest:

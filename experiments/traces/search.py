@@ -248,12 +248,10 @@ def main(arguments: list[str] | None = None) -> int:
     if repeated := next((name for name in names if names.count(name) > 1), None):
         parser.error(f"got two files called {repeated}, expected different names: the figures go by them")
     traces = {}
-    try:
+    with parser.refusing():
         for path in options.trace:
             traces[path.stem] = read_trace(path, options.tokens_per_id)
             traces[f"{path.stem}, full blocks"] = full_blocks_only(traces[path.stem])
-    except command.InputError as error:
-        parser.error(str(error))
     if (longest := max(int(trace.num_ids.max()) for trace in traces.values())) > SIZES[0]:
         parser.error(f"got a request of {longest} blocks, expected at most {SIZES[0]}, the smallest size")
     with progress_bar() as tell:
