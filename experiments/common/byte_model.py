@@ -24,9 +24,7 @@ def add_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def load(
-    parser: command.Parser, folder: Path, *, beside: str | None = None, reads: bool = True
-) -> Decoder:
+def load(parser: command.Parser, folder: Path, *, beside: str | None = None, reads: bool = True) -> Decoder:
     """Loads a model in float32, or ends the command with what is wrong.
 
     Args:
