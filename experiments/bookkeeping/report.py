@@ -2,29 +2,20 @@
 
 from experiments.bookkeeping.operations import BLOCK_SIZE, FLOOR, FULL, NUM_BLOCKS, NUM_ROWS, SMALL
 from experiments.common.report import show_provenance, verdict
-from experiments.common.timing import show_records, show_table
+from experiments.common.timing import number, show_records, show_table, spread_columns
 
-
-def _number(value: float) -> str:
-    return f"{value:.3g}" if value < 100 else f"{value:,.0f}"
-
-
-TIMES = {
-    "median": lambda record: _number(record["median_us"]),
-    "p10 - p90": lambda record: f"{_number(record['p10_us'])} - {_number(record['p90_us'])}",
-}
 FIGURES = {
     "operation": "{operation}",
     "figure": "{figure}",
-    **TIMES,
+    **spread_columns(),
     "calls x steps": "{num_calls} x {steps_per_call}",
     "first call (compiles)": "{first_call_s:.2f} s",
 }
-PEERS = {"peer": "{peer}", "operation": "{operation}", "variant": "{variant}", "figure": "{figure}", **TIMES}
+PEERS = {"peer": "{peer}", "operation": "{operation}", "variant": "{variant}", "figure": "{figure}"}
 BARS = {
     "bar": "{bar}",
-    "measured": lambda bar: _number(bar["measured"]),
-    "at most": lambda bar: _number(bar["limit"]),
+    "measured": lambda bar: number(bar["measured"]),
+    "at most": lambda bar: number(bar["limit"]),
     "": "{unit}",
     "verdict": lambda bar: verdict(bar["holds"]),
 }
@@ -35,7 +26,8 @@ def show(report: dict) -> None:
     show_provenance(report)
     print("times in microseconds")
     records = [record for record in report["records"] if record["workload"] == FULL.name]
-    _show_figures(f"{NUM_ROWS} rows, {NUM_BLOCKS:,} blocks of {BLOCK_SIZE}; {FULL}", records)
+    title = f"{NUM_ROWS} rows, {NUM_BLOCKS:,} blocks of {BLOCK_SIZE}; {FULL}"
+    show_records(title, FIGURES, records, num_text=2)
     _show_growth([record for record in report["records"] if record["workload"] == SMALL.name])
 
     rows = [[field, f"{size:,}"] for field, size in report["control_bytes"].items()]
@@ -50,10 +42,6 @@ def show(report: dict) -> None:
     print(f"\n{num_failed} of {len(report['bars'])} bars do not hold; {report['seconds']:.0f} s in all")
 
 
-def _show_figures(title: str, records: list[dict]) -> None:
-    show_records(title, FIGURES, records, num_text=2)
-
-
 def _show_growth(records: list[dict]) -> None:
     sizes = sorted({record["num_blocks"] for record in records})
     medians: dict[tuple[str, str], dict[int, float]] = {}
@@ -65,7 +53,7 @@ def _show_growth(records: list[dict]) -> None:
     for key, by_size in medians.items():
         first, *larger = (by_size[size] for size in sizes)
         rows.append(
-            [*key, _number(first), *(f"{_number(median)} = {median / first:.2f}x" for median in larger)]
+            [*key, number(first), *(f"{number(median)} = {median / first:.2f}x" for median in larger)]
         )
     header = ["operation", "figure", *(f"{size:,} blocks" for size in sizes)]
     show_table(f"growth with the pool; {SMALL}", header, rows, num_text=2)
@@ -80,4 +68,4 @@ def _show_peers(peers: list[dict]) -> None:
         name = f"{peer['peer']} {peer.get('version')}"
         records += [{"peer": name, **record} for record in peer.get("records", [])]
     if records:
-        show_records("peers, the same rows and blocks", PEERS, records, num_text=4)
+        show_records("peers, the same rows and blocks", {**PEERS, **spread_columns()}, records, num_text=4)

@@ -99,6 +99,19 @@ def ms_columns(digits: int = 1) -> Columns:
     }
 
 
+def number(value: float) -> str:
+    """Words a time in three digits, or in whole units."""
+    return f"{value:.3g}" if value < 100 else f"{value:,.0f}"
+
+
+def spread_columns(unit_us: float = 1.0) -> Columns:
+    """Says of a `summary` what its calls took, in units of so many microseconds."""
+    return {
+        "median": lambda record: number(record["median_us"] / unit_us),
+        "p10 - p90": lambda record: " - ".join(number(record[key] / unit_us) for key in ("p10_us", "p90_us")),
+    }
+
+
 def show_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], num_text: int = 1) -> None:
     """Prints a table whose first `num_text` columns are words; a terminal shows verdicts in colour."""
     if sys.stdout.isatty():

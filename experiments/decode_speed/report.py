@@ -5,7 +5,7 @@ from typing import Any
 
 from experiments.common import log_axes
 from experiments.common.report import figure, show_bars, show_provenance
-from experiments.common.timing import show_table
+from experiments.common.timing import number, show_records, spread_columns
 from experiments.decode.memory import BLOCK_SIZE, NUM_DRAWS, NUM_ROWS
 from experiments.decode_speed.sides import (
     ALONE,
@@ -19,6 +19,8 @@ from experiments.decode_speed.sides import (
     SHORT,
     Case,
 )
+
+DENSE_PADDED = "dense, as long as the longest row"
 
 
 def show(report: dict) -> None:
@@ -44,66 +46,57 @@ def medians_ms(records: Sequence[dict], case: Case, figure: str = LOOP) -> dict[
 
 def _show_case(case: Case, records: Sequence[dict]) -> None:
     in_loop = medians_ms(records, case)
-    rows = []
-    for record in records:
-        if record["case"]["name"] != case.name:
-            continue
-        median, share = record["median_us"] / 1e3, ""
-        if record["figure"] == LOOP and record["side"] in (PAGED, *DENSE):
-            share = f"{1 - in_loop[ALONE] / median:.0%}"
-        rows.append(
-            [
-                record["side"],
-                record["figure"],
-                _number(median),
-                f"{_number(record['p10_us'] / 1e3)} - {_number(record['p90_us'] / 1e3)}",
-                str(record["num_calls"]),
-                share,
-                f"{record['first_call_s']:.1f} s",
-            ]
-        )
-    header = ["side", "figure", "median", "p10 - p90", "calls", "attention's share", "first call (compiles)"]
-    show_table(f"a decode step, {case.name}; {NUM_STEPS} steps in a loop", header, rows, num_text=2)
+
+    def share(record: dict) -> str:
+        if record["figure"] != LOOP or record["side"] not in (PAGED, *DENSE):
+            return ""
+        return f"{1 - in_loop[ALONE] / (record['median_us'] / 1e3):.0%}"
+
+    columns = {
+        "side": "{side}",
+        "figure": "{figure}",
+        **spread_columns(1e3),
+        "calls": "{num_calls}",
+        "attention's share": share,
+        "first call (compiles)": "{first_call_s:.1f} s",
+    }
+    of_case = [record for record in records if record["case"]["name"] == case.name]
+    show_records(f"a decode step, {case.name}; {NUM_STEPS} steps in a loop", columns, of_case, num_text=2)
 
 
 def _show_sweep(records: Sequence[dict]) -> None:
-    names = list(dict.fromkeys(record["case"]["name"] for record in records))
-    rows = []
-    for name in names:
-        ms = medians_ms(records, Case(name, 0, ()))
-        dense = [ms[side] for side in DENSE]
-        rows.append([name, _number(ms[PAGED]), *map(_number, dense), f"{ms[PAGED] / min(dense):.2f}x"])
-    header = ["rows", PAGED, *DENSE, "paged / better dense"]
-    show_table("a decode step in a loop, by fill, batch and table", header, rows)
+    names = dict.fromkeys(record["case"]["name"] for record in records)
+    sweep = [{"rows": name} | medians_ms(records, Case(name, 0, ())) for name in names]
+    columns = {
+        "rows": "{rows}",
+        **{side: lambda ms, side=side: number(ms[side]) for side in (PAGED, *DENSE)},
+        "paged / better dense": lambda ms: f"{ms[PAGED] / min(ms[side] for side in DENSE):.2f}x",
+    }
+    show_records("a decode step in a loop, by fill, batch and table", columns, sweep)
+
+
+PADDING = {
+    "": lambda record: f"blocks of {record['block_size']}" if record["block_size"] else DENSE_PADDED,
+    "median": "{median:.2%}",
+    "range": "{least:.2%} - {most:.2%}",
+}
+SHARING = {
+    "samples of a prompt, prompt's blocks + own": (
+        "{num_samples} samples, {prompt_blocks} + {own_blocks} blocks"
+    ),
+    "blocks": "{blocks_used}",
+    "saved": "{saved:.2%}",
+    "p(n-1) / n(p+g)": "{closed_form:.2%}",
+}
 
 
 def _show_memory(memory: dict) -> None:
     if memory["skipped"]:
         print(f"\nslots without a token: skipped, {memory['skipped']}")
-    rows = [
-        [
-            f"blocks of {record['block_size']}"
-            if record["block_size"]
-            else "dense, as long as the longest row",
-            f"{record['median']:.2%}",
-            f"{record['least']:.2%} - {record['most']:.2%}",
-        ]
-        for record in memory["padding"]
-    ]
-    if rows:
+    if memory["padding"]:
         title = f"slots without a token, {NUM_ROWS} rows of Azure conversations, {NUM_DRAWS} draws"
-        show_table(title, ["", "median", "range"], rows)
-    rows = [
-        [
-            f"{record['num_samples']} samples, {record['prompt_blocks']} + {record['own_blocks']} blocks",
-            str(record["blocks_used"]),
-            f"{record['saved']:.2%}",
-            f"{record['closed_form']:.2%}",
-        ]
-        for record in memory["sharing"]
-    ]
-    header = ["samples of a prompt, prompt's blocks + own", "blocks", "saved", "p(n-1) / n(p+g)"]
-    show_table(f"sharing a prompt, blocks of {BLOCK_SIZE}", header, rows)
+        show_records(title, PADDING, memory["padding"])
+    show_records(f"sharing a prompt, blocks of {BLOCK_SIZE}", SHARING, memory["sharing"])
 
 
 @figure((11, 8), 2, 2)
@@ -155,7 +148,7 @@ def draw(report: dict, by_fill: Any, by_batch: Any, padding: Any, sharing: Any) 
             alpha=0.2,
         )
         padding.plot(sizes, [100 * record["median"] for record in paged], "o-", color="C0", label=PAGED)
-        padding.axhline(100 * dense["median"], color="C3", label="dense, as long as the longest row")
+        padding.axhline(100 * dense["median"], color="C3", label=DENSE_PADDED)
         padding.axhline(4, color="0.6", linestyle="--", label="4%, published for blocks of 16")
         padding.set(xscale="log", xlabel="tokens per block", ylabel="% of the slots")
         padding.set_yscale("symlog", linthresh=0.1)
@@ -180,7 +173,3 @@ def draw(report: dict, by_fill: Any, by_batch: Any, padding: Any, sharing: Any) 
         xlabel="samples of a prompt", ylabel="% of the blocks", title="blocks saved (lines: closed form)"
     )
     sharing.legend(frameon=False)
-
-
-def _number(milliseconds: float) -> str:
-    return f"{milliseconds:.3g}" if milliseconds < 100 else f"{milliseconds:,.0f}"
