@@ -107,7 +107,7 @@ def main(arguments: list[str] | None = None) -> int:
     add = parser.add_argument
     minutes = command.number(0, is_above=True)
     add("--minutes", type=minutes, default=6.0, metavar="N", help="default %(default)g")
-    text = "repeatable; they may take all the time"
+    text = "repeatable; they may take all the time, and have a report of their own"
     add("--only", action="append", choices=[part.name for part in PARTS], default=[], help=text)
     text = 'of speed, in place of a handful: all whose names begin so; "" for the whole grid; repeatable'
     add("--cell", action="append", default=[], metavar="NAME", help=text)
@@ -138,7 +138,12 @@ def main(arguments: list[str] | None = None) -> int:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Runs the parts, as far as there is time; the report is on disk after each."""
     end = time.monotonic() + 60 * options.minutes
-    report: dict[str, Any] = {"is_interpreted": options.interpret, "code": digest(), "parts": []}
+    report: dict[str, Any] = {
+        "is_interpreted": options.interpret,
+        "is_whole": not (options.only or options.cell or options.without),
+        "code": digest(),
+        "parts": [],
+    }
     report["verdict"] = verdict(report)
     for part in PARTS:
         if options.only and part.name not in options.only:
@@ -152,7 +157,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 raise command.InputError(first["said"].strip().splitlines()[-1].partition(": ")[2])
             report["verdict"], report["comparison"] = verdict(report), compare(contests_of(report))
             save(report, options.output or RESULTS)
-    if not (options.only or options.cell or options.without or options.interpret):
+    if report["is_whole"] and not options.interpret:
         keep(report["verdict"])
     return report
 
@@ -298,8 +303,9 @@ def verdict(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def save(report: dict[str, Any], folder: Path) -> None:
-    """Writes the report, whole or not at all."""
+    """Writes the report, whole or not at all; one of a few parts does not replace one of all."""
     slug = _slug(report["verdict"]) + "_interpreted" * report["is_interpreted"]
+    slug += "_only" * (not report["is_whole"])
     _write(report, folder / f"first_gpu_run_{slug}.json")
 
 

@@ -84,6 +84,14 @@ def test_the_tables_have_all_sides_and_the_verdict_in_words(capsys):
     assert "H100, driver 1, jax 0.12" in said and " 100 " in said  # GB/s
 
 
+def test_a_report_of_a_few_parts_does_not_replace_one_of_all(tmp_path):
+    for is_whole in (True, False):
+        report = made_up() | {"is_whole": is_whole}
+        first_gpu_run.save(report | {"verdict": verdict(report)}, tmp_path)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["first_gpu_run_h100.json", "first_gpu_run_h100_only.json"]
+
+
 def test_a_part_that_hangs_is_killed_and_one_that_fails_is_named(tmp_path):
     options: Any = types.SimpleNamespace(
         interpret=False, output=tmp_path, cell=[], without=[], flashinfer=None
@@ -130,7 +138,7 @@ def test_the_path_runs_without_a_gpu(tmp_path, capsys):
     arguments = ["--interpret", "--output", str(tmp_path), "--json"]
     assert first_gpu_run.main([*arguments, "--only", "kernels", "--only", "serving"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert json.loads((tmp_path / "first_gpu_run_cpu_interpreted.json").read_text()) == report
+    assert json.loads((tmp_path / "first_gpu_run_cpu_interpreted_only.json").read_text()) == report
     assert set(report["verdict"]["kernels"].values()) == {True} and report["verdict"]["is_right"]
     assert [part["how"] for part in report["parts"]] == [ENDED] * 2
     names = {contest["name"].split(":")[0] for contest in contests_of(report)}
