@@ -1,11 +1,42 @@
 """Attachments of a loop on the host, which see its cache between the programs that run on it."""
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from jax.typing import ArrayLike
 
+from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import Cache
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True, repr=False)
+class ShardCache(Cache):
+    """The cache of one shard of a mesh, as an attachment sees it; its devices may be in other processes.
+
+    `control` is a copy in numpy, and `pools` are shapes, of all heads and tokens.
+
+    Attributes:
+      shard: Which one.
+      export: Does `export_blocks` of block ids i32[n]; in numpy.
+      publish: Does `import_blocks` of contents, for which cached blocks make room, and returns this shard's
+        cache after it, and the status i32[n]. The cache from before serves no more.
+    """
+
+    shard: int
+    export: Callable[[np.ndarray], Any]
+    publish: Callable[[Any], tuple["ShardCache", np.ndarray]]
+
+    @property
+    def form(self) -> Cache:
+        """The shapes of its arrays, and the control state."""
+        return Cache(control=self.control, pools=self.pools, config=self.config)
+
+
+def shard_of(cache: Cache) -> int:
+    """Returns which shard of a mesh a cache is; 0 for one without a mesh."""
+    return cache.shard if isinstance(cache, ShardCache) else 0
 
 
 class Attachment:
@@ -14,6 +45,17 @@ class Attachment:
     The loop calls these methods while no program of its own is under way, so that to read the cache waits for
     nothing. What they wait for, the loop waits for too: other work is for a thread.
     """
+
+    def check_shards(self, config: CacheConfig) -> None:
+        """Refuses to see the `ShardCache`s of a mesh; a subclass that can do with them overrides it.
+
+        Raises:
+          ValueError, NotImplementedError: always, here.
+        """
+        raise ValueError(
+            f"the engine has a placement, and {type(self).__name__} sees one cache and not a mesh's, "
+            "expected an engine without, or an attachment with `check_shards`"
+        )
 
     def look(self, cache: Cache) -> None:
         """Sees the cache after a program; it is donated later, so that what is needed of it is copied."""

@@ -1,7 +1,11 @@
 """Attachments of an engine: they see the cache, and may change it, while no dispatch is under way."""
 
+from collections.abc import Sequence
+
 from kvcache_jax.core.attachment import Attachment
+from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import Cache
+from kvcache_jax.engine.device import Device
 from kvcache_jax.engine.table import RequestTable
 
 
@@ -9,11 +13,11 @@ class Attachments:
     """All that is attached to an engine, whose state is of a mesh's shards, or of one cache.
 
     Attributes:
-      is_new: Whether a dispatch has changed the cache since they saw it.
+      is_new: Whether a dispatch has changed the caches since they saw them.
     """
 
-    def __init__(self, is_of_shards: bool):
-        self._is_of_shards, self._attached = is_of_shards, list[Attachment]()
+    def __init__(self, config: CacheConfig, is_of_shards: bool):
+        self._config, self._is_of_shards, self._attached = config, is_of_shards, list[Attachment]()
         self.is_new = False
 
     def __len__(self) -> int:
@@ -26,18 +30,19 @@ class Attachments:
                 f"attachment is a {type(attachment).__name__}, expected such as a kv.tiers.AttachedStore"
             )
         if self._is_of_shards:
-            raise ValueError(
-                "the engine has a placement, and an attachment sees one cache and not a mesh's, expected an "
-                "engine without"
-            )
+            attachment.check_shards(self._config)
         # Who is asked next is counted from the end.
         self._attached.insert(0, attachment)
         self.is_new = True
 
-    def attend(self, cache: Cache, table: RequestTable) -> Cache:
-        """Shows all the cache, and has them put into it what they have of requests that wait for them."""
-        if self.is_new:
+    def attend(self, device: Device, tables: Sequence[RequestTable]) -> None:
+        """Shows all the caches, and has them put into these what they have of requests that wait for them."""
+        if self._attached and (self.is_new or any(True for table in tables for _ in table.asking())):
+            device.change_caches(lambda shard, cache: self._attend_one(cache, tables[shard]))
             self.is_new = False
+
+    def _attend_one(self, cache: Cache, table: RequestTable) -> Cache:
+        if self.is_new:
             for each in self._attached:
                 each.look(cache)
         for sample in table.asking():

@@ -4,20 +4,24 @@ All reads of the device go through one `Reader`. What runs on the device runs in
 leader's calls are told to the others before they are done.
 """
 
+import contextlib
 import dataclasses
+import functools
 import hashlib
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from kvcache_jax.arrays.sharding import OnHost, to_devices, to_host
-from kvcache_jax.core.state import Cache
+from kvcache_jax.core.attachment import ShardCache
+from kvcache_jax.core.state import Cache, Control
 from kvcache_jax.core.team import ProcessLost, marks_of
 from kvcache_jax.engine.events import Reader
+from kvcache_jax.engine.exchange import Exchange
 from kvcache_jax.engine.failure import EngineFailed
 from kvcache_jax.engine.options import Options
 from kvcache_jax.engine.pace import Length
@@ -26,6 +30,7 @@ from kvcache_jax.engine.requests import TableSizes
 from kvcache_jax.engine.shards import Shards, with_same_shapes
 from kvcache_jax.engine.state import EngineState
 from kvcache_jax.engine.step import Model
+from kvcache_jax.operations.transfer import BlockContents
 
 
 class _Flight(NamedTuple):
@@ -74,6 +79,7 @@ class Device:
         self._team = shards.team
         self._member = self._team.join(self._obey)
         self._told = list[Inbox]()
+        self._seen: list[ShardCache] | None = None  # since the last dispatch
         self._team.agree("Engine", "params", lambda: marks_of(self.params))
         self._state: EngineState | None = None
         self._failure: Exception | None = None
@@ -105,7 +111,7 @@ class Device:
 
         The old state's memory is given back before. If the device fails, there is no state.
         """
-        self._state = self._kept = None
+        self._state = self._kept = self._seen = None
         self._in_flight.clear()
         try:
             self._state = self._shards.place(self._sizes, self._outbox_shape, counters)
@@ -169,7 +175,7 @@ class Device:
         old = self._told or [None] * len(inboxes)
         news = [None if inbox is last else inbox for inbox, last in zip(inboxes, old, strict=True)]
         self._tell("launch", news, length, now)
-        self._told = list(inboxes)
+        self._told, self._seen = list(inboxes), None
         try:
             self._state, reports = self._shards.run(
                 self._model, self._options, self.params, state, inboxes, np.array([*length, now], np.int32)
@@ -179,13 +185,83 @@ class Device:
             raise
         self._in_flight.append(_Flight(reports, launched_at))
 
-    def change_cache(self, change: Callable[[Cache], Cache]) -> None:
-        """Replaces the cache by what `change` makes of it, while no dispatch is under way."""
+    def require_leader(self, call: str) -> None:
+        """Refuses a call that is the leader's."""
+        if not self._team.is_leader:
+            raise RuntimeError(f"{call} is called in a process that follows, expected in the leader alone")
+
+    def change_caches(self, change: Callable[[int, Cache], Cache]) -> None:
+        """Shows each shard's cache to `change`, while no dispatch is under way, and goes on with its result.
+
+        On a mesh it gets a `ShardCache`, and the state follows what is published in that.
+        """
         state = self.state
+        if self._shards.exchange is not None:
+            if self._seen is None:
+                self._seen = self._see()
+            for shard in range(len(self._seen)):
+                change(shard, self._seen[shard])
+            return
         try:
-            self._state = dataclasses.replace(state, cache=change(state.cache))
+            self._state = dataclasses.replace(state, cache=change(0, state.cache))
         except Exception as error:
             self._check(state, error)
+            raise
+
+    @property
+    def _exchange(self) -> Exchange:
+        assert self._shards.exchange is not None  # on a mesh alone are there shards to see
+        return self._shards.exchange
+
+    def _see(self) -> list[ShardCache]:
+        """Reads the control state of all shards; what was seen before serves no more."""
+        form = self._exchange.form
+        return [
+            ShardCache(
+                control=control,
+                pools=form.pools,
+                config=form.config,
+                shard=shard,
+                export=functools.partial(self.export, shard),
+                publish=functools.partial(self._publish, shard),
+            )
+            for shard, control in enumerate(self.controls())
+        ]
+
+    def _publish(self, shard: int, contents: BlockContents) -> tuple[ShardCache, np.ndarray]:
+        status = self.publish(shard, len(contents.num_tokens), contents)
+        self._seen = self._see()
+        return self._seen[shard], status
+
+    def controls(self) -> list[Control]:
+        """Reads the control state of all shards, on a mesh."""
+        self._tell("controls")
+        with self._failing():
+            return self._exchange.controls(self.state.cache)
+
+    def export(self, shard: int, block_ids: np.ndarray) -> BlockContents:
+        """Reads blocks i32[n] of a shard."""
+        self._tell("export", shard, block_ids)
+        with self._failing():
+            return self._exchange.export(self.state.cache, shard, block_ids)
+
+    def publish(self, shard: int, num: int, contents: BlockContents | None = None) -> np.ndarray:
+        """Publishes `num` blocks in a shard; the leader has the contents. Returns the status i32[num]."""
+        self._tell("publish", shard, num)
+        state = self.state
+        with self._failing():
+            cache, status = self._exchange.publish(state.cache, shard, num, contents)
+            self._state = dataclasses.replace(state, cache=cache)
+        return status
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Loses the state with an error of what all processes do."""
+        try:
+            yield
+        except Exception as error:
+            self._failure = self._team.explained(error)
+            _ = self.state
             raise
 
     def _check(self, state: EngineState, error: Exception) -> None:
@@ -199,13 +275,9 @@ class Device:
         """Waits for the oldest reports; an interrupted reader finds them again until they are `dropped`."""
         reports, launched_at = self._in_flight[0]
         is_late = reports.is_ready()  # type: ignore  # jax.Array's type does not name it
-        try:
+        with self._failing():
             self._team.wait(reports)
             found = self.read(reports)
-        except Exception as error:
-            self._failure = self._team.explained(error)
-            _ = self.state
-            raise
         return Arrival(found, max(launched_at, self._arrived_at), time.monotonic(), is_late)
 
     def drop(self, arrival: Arrival) -> None:

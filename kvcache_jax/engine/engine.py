@@ -165,7 +165,7 @@ class Engine:
         entering = inbox_sizes(self._sizes, config)
         self._steps = size("steps_per_dispatch", steps_per_dispatch)
         params, self._forward = prepared(forward, params), forward
-        self._attached = Attachments(placement is not None)
+        self._attached = Attachments(config, placement is not None)
         shards = Shards(placement, config, params)
         self._tables = [
             RequestTable(self._sizes, entering, _MOST_ENDED, config.max_seq_len)
@@ -216,8 +216,10 @@ class Engine:
           attachment: Such as a `tiers.AttachedStore`; close it after the engine's last event.
 
         Raises:
-          TypeError, ValueError: no attachment, or an engine with a placement.
+          TypeError, ValueError: no attachment, or one that sees one cache alone, and a mesh.
+          RuntimeError: this process follows: of a team the leader alone has it.
         """
+        self._device.require_leader("attach")
         with uninterrupted(), self._lock:
             self._attached.add(attachment)
             for table in self._tables:
@@ -463,9 +465,8 @@ class Engine:
             return [table.pack(False).inbox for table in self._tables]
 
     def _attend(self) -> None:
-        if self._attached and not self._device.num_in_flight:
-            [table] = self._tables
-            self._device.change_cache(lambda cache: self._attached.attend(cache, table))
+        if not self._device.num_in_flight:
+            self._attached.attend(self._device, self._tables)
 
     def _dispatch(self, length: Length) -> None:
         parcels = [table.pack(self._has_new_weights) for table in self._tables]

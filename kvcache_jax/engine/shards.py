@@ -24,6 +24,7 @@ from kvcache_jax.core.extras import KeptArray
 from kvcache_jax.core.init import init
 from kvcache_jax.core.state import Cache, KVPool
 from kvcache_jax.core.team import ALONE
+from kvcache_jax.engine.exchange import Exchange
 from kvcache_jax.engine.options import Options, Placement, require_axis
 from kvcache_jax.engine.program import Inbox, run_dispatch
 from kvcache_jax.engine.requests import TableSizes
@@ -40,6 +41,7 @@ class Shards:
 
     Attributes:
       team: The processes that have the devices.
+      exchange: Programs for what is attached; None without a mesh, where the cache is at hand.
     """
 
     def __init__(self, placement: Placement | None, config: CacheConfig, params: Any):
@@ -52,6 +54,7 @@ class Shards:
         spec = placement.params_spec if placement else None
         self._params_spec = PartitionSpec() if spec is None else spec
         self.team = placement.team if placement else ALONE
+        self.exchange: Exchange | None = None
         self._latest: Inbox | None = None
         self._placed: Any = None
         self._apart: tuple[Any, list, _Structure] | None = None
@@ -61,6 +64,7 @@ class Shards:
             self._params_at = jax.tree.map(lambda x: x.sharding if _is_committed(x) else self._home, params)
         else:
             self._program = self._program_on(mesh)
+            self.exchange = Exchange(mesh, self._row_axis, config, self._cache_specs, self.team)
             self._params_at = jax.tree.map(
                 lambda spec: NamedSharding(mesh, spec or PartitionSpec()),
                 self._params_spec,
@@ -111,6 +115,16 @@ class Shards:
             KVPool(arrays={name: spec(array) for name, array in group.arrays})
             for group in self._config.groups
         )
+
+    def _cache_specs(self, cache: Cache) -> Cache:
+        """Splits a cache of all shards over the mesh."""
+        rows = PartitionSpec(self._row_axis)
+        kept = jax.tree.map(
+            lambda array: PartitionSpec(self._row_axis, *array.spec(self._config.head_axis)),
+            self._config.keeper.arrays(self._config),
+        )
+        control = jax.tree.map(lambda _: rows, cache.control)
+        return Cache(control=control, pools=self._pool_specs(), config=self._config, kept=kept)
 
     def _empty_kept(self, array: KeptArray) -> jax.Array:
         """Makes an array of what the config's keeper keeps, for all shards."""
@@ -175,15 +189,7 @@ class Shards:
                 return jax.tree.map(lambda x: x[None], (state, report))
 
             specs = jax.tree.map(lambda _: rows, state)
-            cache = dataclasses.replace(
-                specs.cache,
-                pools=self._pool_specs(),
-                kept=jax.tree.map(
-                    lambda array: PartitionSpec(self._row_axis, *array.spec(self._config.head_axis)),
-                    self._config.keeper.arrays(self._config),
-                ),
-            )
-            specs = dataclasses.replace(specs, cache=cache)
+            specs = dataclasses.replace(specs, cache=self._cache_specs(state.cache))
             # Types do not follow which arrays differ: a shard's devices schedule alike by themselves.
             state, reports = jax.shard_map(
                 on_shard,

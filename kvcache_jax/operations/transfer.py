@@ -20,7 +20,7 @@ from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import Cache, Control, KVPool, PrefixIndex
 from kvcache_jax.core.status import Status
 from kvcache_jax.operations.rows import first_failure
-from kvcache_jax.prefix import block_metadata, prefix_index
+from kvcache_jax.prefix import block_metadata, eviction, prefix_index
 from kvcache_jax.prefix.content_hash import block_hashes, root_hash
 from kvcache_jax.prefix.prefix_index import Content
 
@@ -150,6 +150,13 @@ def import_blocks(cache: Cache, contents: BlockContents) -> tuple[Cache, jax.Arr
         )
     _check_shapes(cache, contents)
     return _import(cache.config.keeper.settle(cache), arguments.owned(contents))
+
+
+def import_making_room(cache: Cache, contents: BlockContents) -> tuple[Cache, jax.Array]:
+    """Imports blocks, for which cached ones are evicted where no others are free."""
+    needs = {g: num_true(held) for g, held in enumerate(contents.is_held)}
+    control = eviction.make_room(cache.control, needs, cache.config)
+    return import_blocks(dataclasses.replace(cache, control=control), contents)
 
 
 def _check_shapes(cache: Cache, contents: BlockContents) -> None:

@@ -29,7 +29,7 @@ _LEADER = 0
 _POLL_S = 0.0005
 _WAIT_MS = 500
 _KEPT_ORDERS = 256
-_SIGN_OFF_S = 0.5
+_SIGN_OFF_S = 1.0
 _numbers = itertools.count()
 
 
@@ -336,5 +336,9 @@ def _leave(of: weakref.ref, stop: threading.Event) -> None:
     if team is not None and team._lost is None:
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # one has ended already
             team._client.wait_at_barrier(f"{team._key}leave", int(1000 * team._timeout_s))
-            time.sleep(_SIGN_OFF_S if team.is_leader else 0)
+            if team.is_leader:
+                time.sleep(_SIGN_OFF_S)
+            else:  # now, for what else is done at exit may take longer than the leader waits
+                stop.set()
+                jax.distributed.shutdown()
     stop.set()

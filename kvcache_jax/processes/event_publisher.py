@@ -9,7 +9,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from kvcache_jax.core.attachment import Attachment
+from kvcache_jax.core.attachment import Attachment, shard_of
+from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import Cache
 from kvcache_jax.processes.index_events import (
     AllBlocksCleared,
@@ -59,7 +60,8 @@ class EventPublisher(Attachment):
           endpoint: Address of the publisher.
           replay: Address of the replay socket.
           topic: First frame of every message.
-          rank: Of this replica, by which subscribers tell the replicas of one model apart.
+          rank: Of this replica, by which subscribers tell the replicas of one model apart. An engine on a
+            mesh has one rank per shard of rows, from this one on: each has an index of its own.
           max_batches: Batches that are kept to be sent again, and that may wait to be sent.
 
         Raises:
@@ -78,7 +80,8 @@ class EventPublisher(Attachment):
         self._waiting: queue.Queue[bytes] = queue.Queue(max_batches)
         self._sent: collections.deque[tuple[int, bytes]] = collections.deque(maxlen=max_batches)
         self._number = 0
-        self._follower, self._is_late = IndexFollower(), False
+        self._followers: dict[int, IndexFollower] = collections.defaultdict(IndexFollower)  # by shard
+        self._late = set[int]()
         self._is_closing = threading.Event()
         with contextlib.ExitStack() as stack:
             self._context = stack.enter_context(self._zmq.Context())
@@ -95,15 +98,20 @@ class EventPublisher(Attachment):
 
         While the network takes nothing, that is left out: then subscribers are told of all blocks again.
         """
-        events = self._follower.update(cache)
+        shard = shard_of(cache)
+        events = self._followers[shard].update(cache)
         try:
-            self.publish([AllBlocksCleared(), *events] if self._is_late else events)
-            self._is_late = False
+            self.publish([AllBlocksCleared(), *events] if shard in self._late else events, shard)
+            self._late.discard(shard)
         except queue.Full:
-            self._follower, self._is_late = IndexFollower(), True
+            del self._followers[shard]
+            self._late.add(shard)
 
-    def publish(self, events: Sequence[IndexEvent]) -> None:
-        """Sends events as one batch, in another thread; none is no batch.
+    def check_shards(self, config: CacheConfig) -> None:
+        """Takes any: each shard is a rank of its own."""
+
+    def publish(self, events: Sequence[IndexEvent], shard: int = 0) -> None:
+        """Sends events of a shard as one batch, in another thread; none is no batch.
 
         Raises:
           RuntimeError: the publisher is closed.
@@ -112,7 +120,7 @@ class EventPublisher(Attachment):
         if self._is_closing.is_set():
             raise RuntimeError("the publisher is closed, expected events before close()")
         if events:
-            batch = [time.time(), [_fields_of(event) for event in events], self._rank]
+            batch = [time.time(), [_fields_of(event) for event in events], self._rank + shard]
             self._waiting.put_nowait(self._encode(batch))
 
     def close(self) -> None:

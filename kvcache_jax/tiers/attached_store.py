@@ -1,5 +1,7 @@
 """A store beside a loop on the host, which never waits for it: one thread writes to it and reads from it."""
 
+import collections
+import functools
 import itertools
 import queue
 import threading
@@ -12,7 +14,8 @@ from jax.typing import ArrayLike
 
 from kvcache_jax.arrays.number_checks import finite_number, static_count
 from kvcache_jax.core import token_arguments
-from kvcache_jax.core.attachment import Attachment
+from kvcache_jax.core.attachment import Attachment, shard_of
+from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import Cache
 from kvcache_jax.tiers.block_store import BlockStore, MemoryStore
 from kvcache_jax.tiers.catalogue import Questions, StoreReport
@@ -50,6 +53,30 @@ class _Search(NamedTuple):
     ends_at: float
 
 
+class _Look:
+    """The last look at a cache, or at a shard of a mesh.
+
+    Attributes:
+      named: Its blocks' names.
+      links: By layer group.
+      left: Blocks that there was no room for.
+      read: What the thread has read for it.
+      found: Questions to that.
+    """
+
+    def __init__(self, max_bytes: int | None):
+        self.read = MemoryStore(max_bytes)
+        self.found = Questions(self.read)
+        self.named: NamedBlocks[Keyed] = NamedBlocks()
+        self.links: list[np.ndarray | None] = []
+        self.left: set[int] = set()
+
+    @property
+    def held(self) -> Mapping[str, BlockName]:
+        """By key the names of all blocks."""
+        return dict(filter(None, self.named.names))
+
+
 class AttachedStore(Attachment):
     """A store that a loop on the host saves to and finds prompts in: `engine.attach`, `CacheManager(store=)`.
 
@@ -80,7 +107,7 @@ class AttachedStore(Attachment):
           store: Such as `DirectoryStore`; this thread alone calls it after `load`.
           weights: As of `save`.
           max_queued: Jobs that may wait when blocks are handed over, each of up to 64.
-          max_bytes: Bytes that were read and not yet asked for.
+          max_bytes: Bytes that were read and not yet asked for, of each shard of a mesh.
           timeout: Seconds after which a prompt waits no longer; while the store takes longer for one job, no
             prompt is looked up.
         """
@@ -89,14 +116,11 @@ class AttachedStore(Attachment):
         self._jobs: queue.PriorityQueue[tuple[int, int, Callable[[], None] | None]] = queue.PriorityQueue()
         self._numbers, self._max_queued = itertools.count(), static_count("max_queued", max_queued)
         self._timeout = finite_number("timeout", timeout)
-        self._named: NamedBlocks[Keyed] = NamedBlocks()
-        self._links: list[np.ndarray | None] = []  # of the last look, by layer group
-        self._left: set[int] = set()  # blocks that there was no room for
+        # By shard.
+        self._looks: dict[int, _Look] = collections.defaultdict(functools.partial(_Look, max_bytes))
         self._written: set[str] = set()
         self._to_list: dict[Scope, dict[str, Entry]] = {}  # the thread's: written, and not in the list
-        self._read = MemoryStore(max_bytes)
-        self._found = Questions(self._read)
-        self._searches: dict[tuple[str, bytes], _Search] = {}  # the oldest first
+        self._searches: dict[tuple[int, str, bytes], _Search] = {}  # the oldest first
         self._began_at: float | None = None  # when the thread began its present job
         self._num_asked = self._num_hit = 0
         self.num_dropped = 0
@@ -107,7 +131,7 @@ class AttachedStore(Attachment):
         """Loads what was saved, see `load`; waits for the store. The cache is donated."""
         cache, report = load(self._store, cache, weights=self._weights)
         self._update(cache)
-        self._written |= self._held().keys()
+        self._written |= self._looks[shard_of(cache)].held.keys()
         return cache, report
 
     def save(self, cache: Cache) -> StoreReport:
@@ -115,27 +139,27 @@ class AttachedStore(Attachment):
         require_stored("save", cache)
         if not bool(cache.config.keeper.is_settled(cache.control)):
             cache = cache.config.keeper.settle(cache)
-        new = self._update(cache)
-        num_new, is_full = len(new - self._left), self._is_full
-        self._left |= new
+        new, look = self._update(cache), self._looks[shard_of(cache)]
+        num_new, is_full = len(new - look.left), self._is_full
+        look.left |= new
         if is_full:
             self.num_dropped += num_new
             return StoreReport(reasons={"Full": num_new} if num_new else {})
-        named, now, blocks = self._named, time.time_ns(), []
+        named, now, blocks = look.named, time.time_ns(), []
         assert named.blocks is not None
-        for at in sorted(self._left):
+        for at in sorted(look.left):
             if keyed := named.names[at]:
                 block = published_block(named.blocks, at, keyed, now)
                 if not all(entry.key in self._written for entry in block.entries):
                     blocks.append(block)
-        self._left, size, num_saved = set(), batch_size(cache), 0
+        look.left, size, num_saved = set(), batch_size(cache), 0
         for start in range(0, len(blocks), size):
             batch = blocks[start : start + size]
             entries = {entry.key: entry for block in batch for entry in block.entries}
             contents = [each for each in read_contents(cache, batch, size) if each[1] not in self._written]
             if self._is_full:
                 self.num_dropped += len(contents)
-                self._left.update(block.ids[0] for block in batch)
+                look.left.update(block.ids[0] for block in batch)
                 continue
             self._give(_WRITE, lambda contents=contents, entries=entries: self._write(contents, entries))
             num_saved += len(contents)
@@ -143,6 +167,14 @@ class AttachedStore(Attachment):
         if len(self._written) > _MOST_KEYS:
             self._written.clear()  # what is written again is the same
         return StoreReport(num_saved=num_saved)
+
+    def check_shards(self, config: CacheConfig) -> None:
+        """Refuses a mesh's caches that keep blocks outside of their pools."""
+        if config.keeper.memory_kind is not None:
+            raise NotImplementedError(
+                f"the engine has a placement and extras has a {type(config.keeper).__name__}, expected one "
+                "of the two: an AttachedStore reads blocks of a mesh's pools alone"
+            )
 
     def look(self, cache: Cache) -> None:
         """Saves what is new."""
@@ -164,7 +196,7 @@ class AttachedStore(Attachment):
         require_stored("find", cache)
         tokens = token_arguments.host_tokens("prompt", prompt)
         words = namespace_digits(namespace) or "0" * 32
-        name = words, tokens.tobytes()
+        name = shard_of(cache), words, tokens.tobytes()
         now, search = time.monotonic(), self._searches.get(name)
         if search is None:
             if self._began_at is not None and now - self._began_at > self._timeout:
@@ -195,7 +227,8 @@ class AttachedStore(Attachment):
 
     def report(self) -> StoreReport:
         """Counts the failures of the store so far, by reason."""
-        return StoreReport(reasons=dict(self._questions.reasons + self._found.reasons))
+        reasons = (look.found.reasons for look in self._looks.values())
+        return StoreReport(reasons=dict(sum(reasons, start=self._questions.reasons)))
 
     def flush(self) -> None:
         """Waits until the thread has done all that it was given."""
@@ -209,22 +242,20 @@ class AttachedStore(Attachment):
 
     def _update(self, cache: Cache) -> set[int]:
         """Reads the index; lists the blocks that are new, or have new ones linked to them."""
-        blocks = read_blocks(cache)
+        blocks, look = read_blocks(cache), self._looks[shard_of(cache)]
         scopes = scopes_of(cache, self._weights, namespaces_of(blocks))
-        new = set(self._named.update(blocks, keyed_by(scopes, cache.config.indexed_group)))
-        for links, before in zip(blocks.links, self._links or [None] * len(blocks.links), strict=True):
+        new = set(look.named.update(blocks, keyed_by(scopes, cache.config.indexed_group)))
+        for links, before in zip(blocks.links, look.links or [None] * len(blocks.links), strict=True):
             if links is not None and before is not None and len(links) == len(before):
                 new.update(np.flatnonzero((links != before).any(axis=1)).tolist())
-        self._links = blocks.links
+        look.links = blocks.links
         return new
-
-    def _held(self) -> Mapping[str, BlockName]:
-        return dict(filter(None, self._named.names))
 
     def _search(self, cache: Cache, text: list[int], words: str, ends_at: float) -> _Search:
         """Gives the thread a prompt to look for."""
-        self._left |= self._update(cache)
-        held, config, num_slots = self._held(), cache.config, slots_of(cache)
+        look = self._looks[shard_of(cache)]
+        look.left |= self._update(cache)
+        held, config, num_slots = look.held, cache.config, slots_of(cache)
         scope = scopes_of(cache, self._weights, [words])[words]
         search = _Search(scope, [], threading.Event(), ends_at)
 
@@ -233,7 +264,7 @@ class AttachedStore(Attachment):
                 found = list(entries_of(text, scope, config, num_slots, self._questions, held))
                 keys = [entry.key for entry in found]
                 values = zip(keys, self._questions.get(keys), strict=True)
-                self._read.put([(key, value) for key, value in values if value is not None])
+                look.read.put([(key, value) for key, value in values if value is not None])
                 search.found.extend(found)
             finally:
                 search.is_done.set()
@@ -244,14 +275,15 @@ class AttachedStore(Attachment):
     def _publish(self, cache: Cache, text: list[int], search: _Search) -> Cache:
         """Publishes what the thread has read."""
         scope, keys = search.scope, [entry.key for entry in search.found]
-        was_read = self._read.contains(keys)
+        look = self._looks[shard_of(cache)]
+        was_read = look.read.contains(keys)
         cache = on_device(cache, [text], scope.namespace)
-        self._left |= self._update(cache)
-        held = self._held()
+        look.left |= self._update(cache)
+        held = look.held
         found = [(entry, scope) for entry in search.found]
-        cache, _, now = load_entries(cache, self._found, found, held, may_evict=True)
-        is_good = dict(zip(keys, self._read.contains(keys), strict=True))
-        self._read.remove(keys)
+        cache, _, now = load_entries(cache, look.found, found, held, may_evict=True)
+        is_good = dict(zip(keys, look.read.contains(keys), strict=True))
+        look.read.remove(keys)
         if spoilt := [key for key, was in zip(keys, was_read, strict=True) if was and not is_good[key]]:
             self._give(_WRITE, lambda: self._questions.remove(spoilt))
         self._written.update(key for key in keys if is_good[key])

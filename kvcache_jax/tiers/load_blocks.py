@@ -1,8 +1,6 @@
 """The operation `load`: blocks of a store are published in a cache, after each was compared with its name."""
 
 import collections
-import dataclasses
-import functools
 import math
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -14,13 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from kvcache_jax.arrays.masked_updates import num_true
 from kvcache_jax.core import token_arguments
+from kvcache_jax.core.attachment import ShardCache
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import Cache
 from kvcache_jax.core.status import Status
-from kvcache_jax.operations.transfer import BlockContents, export_blocks, import_blocks
-from kvcache_jax.prefix import eviction
+from kvcache_jax.operations.transfer import BlockContents, export_blocks, import_making_room
 from kvcache_jax.tiers.block_store import BlockStore
 from kvcache_jax.tiers.catalogue import Questions, StoreReport, read_entries, read_namespaces
 from kvcache_jax.tiers.host import Host
@@ -51,11 +48,12 @@ type _Verified = dict[str, BlockName | str]
 """By key the name of a block, or the reason why it is none."""
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def _import(cache: Cache, contents: BlockContents) -> tuple[Cache, jax.Array]:
-    needs = {g: num_true(held) for g, held in enumerate(contents.is_held)}
-    control = eviction.make_room(cache.control, needs, cache.config)
-    return import_blocks(dataclasses.replace(cache, control=control), contents)
+_import_here = jax.jit(import_making_room, donate_argnums=0)
+
+
+def _import(cache: Cache, contents: BlockContents) -> tuple[Cache, Any]:
+    """Publishes blocks where the cache is; donates it."""
+    return cache.publish(contents) if isinstance(cache, ShardCache) else _import_here(cache, contents)
 
 
 def load(
@@ -172,7 +170,8 @@ class _Loading:
         self._questions, self._group_id = questions, config.indexed_group
         self.names = dict(held)  # of blocks that are there
         self._specs = [array_specs(config, g) for g in range(len(config.groups))]
-        self._forms = jax.eval_shape(export_blocks, cache, jax.ShapeDtypeStruct((self._size,), jnp.int32))
+        form = cache.form if isinstance(cache, ShardCache) else cache
+        self._forms = jax.eval_shape(export_blocks, form, jax.ShapeDtypeStruct((self._size,), jnp.int32))
         self._pending: tuple[dict[int, tuple[str, int]], Any] = {}, np.zeros(0, np.int32)
         self._text = "", np.zeros(0, np.int32)  # the last one that was put together, by its key
 

@@ -1,5 +1,6 @@
 """The operation `save`: published blocks go to a store, for this process or another one, now or later."""
 
+import functools
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -8,6 +9,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from kvcache_jax.core import arguments
+from kvcache_jax.core.attachment import ShardCache
 from kvcache_jax.core.cache_checks import require_prefix_index, require_values
 from kvcache_jax.core.state import Cache
 from kvcache_jax.operations.transfer import export_blocks
@@ -133,7 +135,9 @@ def read_contents(
     num_blocks = [pool.num_blocks for pool in cache.control.block_pools]
     nowhere = num_blocks[cache.config.indexed_group]
     ids = [min(block.ids[0], nowhere) for block in blocks]
-    exported = jax.device_get(_export(cache, np.array(ids + [nowhere] * (size - len(ids)), np.int32)).arrays)
+    block_ids = np.array(ids + [nowhere] * (size - len(ids)), np.int32)
+    export = cache.export if isinstance(cache, ShardCache) else functools.partial(_export, cache)
+    exported = jax.device_get(export(block_ids).arrays)
     for i, block in enumerate(blocks):
         for name, entry, block_id in zip(block.names, block.entries, block.ids, strict=True):
             g = name.group_id

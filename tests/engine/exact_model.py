@@ -21,7 +21,7 @@ NAN_TOKEN = VOCAB - 1
 WINDOW = 5
 
 
-def _values(tokens, positions):
+def values_of(tokens, positions):
     """Integers below 61, f32[..., DIM]."""
     d = jnp.arange(1, DIM + 1, dtype=jnp.int32)
     d = d.reshape(*[1] * jnp.ndim(tokens), DIM)
@@ -47,7 +47,8 @@ def _logits(sums, tokens, positions, counts):
 
 def forward(params, tokens, cache, step, logits_at=None):
     """The model on a cache of one layer, or of two, of which the second has a window."""
-    values = _values(tokens + params["shift"], step.positions)[..., None, :]
+    values = values_of(tokens + params["shift"], step.positions)[..., None, :]
+    values = jnp.repeat(values, cache.pools[0].k.shape[1], axis=-2)  # all heads are the same
     nothing = jnp.zeros_like(values)
     length = (step.positions + 1).astype(jnp.float32)[..., None]
     sums = []
@@ -88,7 +89,7 @@ def config(num_layers=1, **sizes):
 @functools.partial(jax.jit, static_argnames=("num_layers", "bans_zero"))
 def _next_token(tokens, length, model, params, num_layers, bans_zero=False):
     place = jnp.arange(tokens.shape[0], dtype=jnp.int32)
-    values = _values(tokens + model["shift"], place)
+    values = values_of(tokens + model["shift"], place)
     is_seen = place < length
     is_near = is_seen & (place >= length - WINDOW)
     masks = [is_seen, is_near if num_layers == 2 else is_seen]

@@ -216,5 +216,5 @@ def test_what_cannot_be_attached():
     with pytest.raises(TypeError, match="attachment is a MemoryStore, expected such as a kv.tiers.Attached"):
         engine_of(kv.tiers.MemoryStore())
     mesh = jax.make_mesh((1,), ("rows",))
-    with pytest.raises(ValueError, match="the engine has a placement, and an attachment sees one cache"):
+    with pytest.raises(ValueError, match="the engine has a placement, and Attachment sees one cache"):
         engine_of(Attachment(), placement=kv.engine.Placement(mesh, row_axis="rows"))

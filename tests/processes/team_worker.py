@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from typing import Any
 
 os.environ["XLA_FLAGS"] = (
     "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0 "
@@ -25,15 +26,26 @@ import numpy as np
 from jax.sharding import Mesh
 
 import kvcache_jax as kv
+from kvcache_jax.core.state import Cache
+from tests.engine import exact_model
 from tests.engine.exact_engine import SIZES, expect
 from tests.engine.exact_model import DIM, make_params, note, random_request
 from tests.engine.exact_model import forward_of_halves as forward
 
-TIMEOUT_S = 5.0
+TIMEOUT_S, LONG_TIMEOUT_S = 5.0, 60.0
 
 
-def make_engine(size, make_team=kv.processes.DistributedTeam, model=forward, params=None, **options):
-    mesh = Mesh(np.array(jax.devices()).reshape(size, 2), ("rows", "heads"))
+def make_engine(
+    size,
+    make_team: Any = kv.processes.DistributedTeam,
+    model=forward,
+    params=None,
+    axes=("rows", "heads"),
+    timeout_s=TIMEOUT_S,
+    **options,
+):
+    """The first of the axes has the processes, the second their devices."""
+    mesh = Mesh(np.array(jax.devices()).reshape(size, 2), axes)
     config = kv.CacheConfig(
         [kv.FullAttention(2, DIM)],
         num_blocks=11,
@@ -41,12 +53,13 @@ def make_engine(size, make_team=kv.processes.DistributedTeam, model=forward, par
         max_seqs=4,
         max_seq_len=48,
         enable_prefix_caching=True,
-        head_axis="heads",
+        head_axis="heads" if "heads" in axes else None,
+        context_axis="context" if "context" in axes else None,
     )
     with contextlib.suppress(ValueError):
         kv.engine.Placement(mesh, "rows")
         raise AssertionError("a mesh of several processes needs a team")
-    team = make_team(timeout_s=TIMEOUT_S)
+    team = make_team(timeout_s=timeout_s)
     placement = kv.engine.Placement(mesh, "rows", team=team)
     return team, kv.Engine(model, params or make_params(), config, **SIZES | options, placement=placement)
 
@@ -64,7 +77,7 @@ def serve(engine, requests):
 
 def mixes(size):
     """Mixes one after the other; between them weights change, and the memory is given back and taken."""
-    team, engine = make_engine(size)
+    team, engine = make_engine(size, timeout_s=LONG_TIMEOUT_S)
     rng, num_done = np.random.default_rng(5), 0
     for round_ in range(8):
         shift = round_ // 2 % 2
@@ -168,6 +181,65 @@ def forward_with_callback(params, tokens, cache, step, *, deed):
 
     tokens = jax.pure_callback(call, jax.ShapeDtypeStruct(tokens.shape, tokens.dtype), tokens)
     return forward(params, tokens, cache, step)
+
+
+class KnownHashes(kv.processes.EventPublisher):
+    """A publisher whose events stay here: by shard the hashes that subscribers know."""
+
+    def __init__(self):
+        super().__init__("inproc://events")
+        self.known = {}
+
+    def publish(self, events, shard=0):
+        known = self.known.setdefault(shard, set())
+        for event in events:
+            if isinstance(event, kv.processes.BlockStored):
+                known.update(event.block_hashes)
+            else:
+                known.difference_update(getattr(event, "block_hashes", known))
+
+    def are_right(self, engine):
+        """Compares what subscribers know with the shards' indexes."""
+        for shard, control in enumerate(engine._device.controls()):
+            cache = Cache(control=control, pools=(), config=engine.config)
+            events = kv.processes.IndexFollower().update(cache)
+            assert self.known[shard] == {
+                each for event in events for each in getattr(event, "block_hashes", ())
+            }
+
+
+def attached(size, path):
+    """A new engine computes of prompts that an earlier one committed what a warm one would, by a store.
+
+    The new one has the tokens of each block, and so the context, in all processes.
+    """
+    store, prompts = kv.tiers.DirectoryStore(path), [[i, *range(1, 12)] for i in range(4)]
+    requests = [kv.GenerationRequest(prompt, 5, id=i) for i, prompt in enumerate(prompts)]
+    others = [random_request(np.random.default_rng(7), (0, i)) for i in range(12)]
+    team, engine = make_engine(size, timeout_s=LONG_TIMEOUT_S)
+    cached, hits = [], []
+
+    def lead(is_new):
+        publisher, link = KnownHashes(), kv.tiers.AttachedStore(store, weights="w", timeout=60.0)
+        engine.attach(link)
+        engine.attach(publisher)
+        for mix in [requests, others] if is_new else [requests, requests, others]:
+            before = engine.figures().counts[kv.engine.Counter.CACHED_TOKENS]
+            expect(serve(engine, mix), mix)
+            cached.append(engine.figures().counts[kv.engine.Counter.CACHED_TOKENS] - before)
+            hits.append(int(engine.metrics()["vllm:external_prefix_cache_hits"]))
+        publisher.are_right(engine)
+        assert link.close(60) and not link.report().reasons and link.num_dropped == 0
+
+    team.run(lambda: lead(False))
+    if not team.is_leader:
+        with contextlib.suppress(RuntimeError):
+            engine.attach(kv.engine.Attachment())
+            raise AssertionError("the leader alone has attachments")
+    engine = make_engine(size, lambda **_: team, exact_model.forward, axes=("context", "rows"))[1]
+    team.run(lambda: lead(True))
+    if team.is_leader:
+        print(json.dumps({"cached": cached, "hits": hits}))
 
 
 def differing(size, what):

@@ -92,6 +92,29 @@ def test_all_others_end_with_a_sentence_that_names_the_lost_process(num, mode):
 
 
 @pytest.mark.slow
+def test_a_new_engine_finds_in_a_store_what_an_earlier_one_committed(tmp_path):
+    """Heads of blocks are split within each process, then tokens over both; one device reads them too."""
+    found = run_workers(2, f"attached:{tmp_path}")
+    assert [code for code, *_ in found.values()] == [0, 0], found
+    [said] = found[LEADER][1]
+    first, warm, _, again, _ = said["cached"]
+    assert (first, warm, again, said["hits"][3]) == (0, 4 * 8, 4 * 8, 4 * 8)
+    config = kv.CacheConfig(
+        [kv.FullAttention(2, 8)],
+        num_blocks=11,
+        block_size=4,
+        max_seqs=4,
+        max_seq_len=48,
+        enable_prefix_caching=True,
+    )
+    prompts, store = [[i, *range(1, 12)] for i in range(4)], kv.tiers.DirectoryStore(tmp_path)
+    cache, report = kv.tiers.load(store, kv.init(config), weights="w", prompts=prompts)
+    assert report.num_loaded == 4 * 2 and not report.reasons
+    hits = [int(kv.lookup(cache, np.array([prompt]), [12])[0]) for prompt in prompts]
+    assert hits == [8] * 4
+
+
+@pytest.mark.slow
 def test_a_process_that_is_late_is_not_lost():
     found = run_workers(2, "late:8")
     assert [(code, said) for code, said, _ in found.values()] == [

@@ -115,7 +115,7 @@ def test_a_subscriber_decodes_what_was_published_and_gets_again_what_it_missed(c
         with subscribed(context, publisher, "kv") as socket:
             publisher.publish([])  # is no batch
             publisher.publish(EVENTS)
-            publisher.publish(EVENTS[2:3])
+            publisher.publish(EVENTS[2:3], 2)  # of the third shard of rows
             messages = []
             while not messages or decoded(messages[-1][2]).events != DECODED[2:3]:
                 messages.append(received(socket))
@@ -123,6 +123,7 @@ def test_a_subscriber_decodes_what_was_published_and_gets_again_what_it_missed(c
         numbers = [int.from_bytes(number, "big") for number in numbers]
         assert {*topics} == {b"kv"} and numbers == [*range(numbers[0], numbers[-1] + 1)]
         assert decoded(payloads[-2]).events == DECODED and decoded(payloads[-2]).data_parallel_rank == 3
+        assert decoded(payloads[-1]).data_parallel_rank == 5
         again = replayed(context, publisher, numbers[-2])
         assert again == [*zip(numbers[-2:], payloads[-2:], strict=True)]
         everything = replayed(context, publisher, 0)

@@ -1,0 +1,160 @@
+"""What is attached to an engine on a mesh: it sees whole blocks of every shard, and gives them back whole."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import kvcache_jax as kv
+from kvcache_jax.core.attachment import ShardCache
+from kvcache_jax.core.state import Cache
+from kvcache_jax.engine import Attachment, Counter
+from tests.engine import exact_model
+from tests.engine.exact_engine import SIZES, ask, expect
+from tests.engine.exact_model import DIM, make_params, note, random_request
+
+PLAIN = kv.CacheConfig(
+    [kv.FullAttention(2, DIM)],
+    num_blocks=11,
+    block_size=4,
+    max_seqs=4,
+    max_seq_len=48,
+    enable_prefix_caching=True,
+)
+SPLIT = dataclasses.replace(PLAIN, head_axis="heads", context_axis="context")
+
+
+def forward(params, tokens, cache, step, logits_at=None):
+    """The exact model, whose keys tell heads apart, and 0.0 from -0.0; no query asks for them."""
+    logits, cache = exact_model.forward(params, tokens, cache, step, logits_at)
+    values = exact_model.values_of(tokens + params["shift"], step.positions)[..., None, :]
+    head = jax.lax.axis_index("heads").astype(jnp.float32)
+    keys = jnp.where(values % 2 == 0, -0.0, values * (2 + head))
+    return logits, kv.write(cache, 0, keys, values, step)
+
+
+class Reader(Attachment):
+    """Compares what it reads of each shard with the state's arrays."""
+
+    def __init__(self):
+        self.engine: Any = None
+        self.num_read = 0
+
+    def check_shards(self, config):
+        assert config.context_axis == "context"
+
+    def look(self, cache):
+        assert isinstance(cache, ShardCache) and cache.pools[0].k.shape == (11, 2, 4, DIM)
+        stacked = jax.device_get(self.engine.state.cache)
+        whole = jax.tree.map(lambda x: x[cache.shard], stacked)
+        whole = Cache(control=whole.control, pools=whole.pools, config=PLAIN)
+        cached = whole.control.block_pools[0].cached
+        assert cached is not None
+        is_published = np.asarray(cached.is_published)
+        ids = np.flatnonzero(is_published).astype(np.int32)
+        ids = np.append(ids, [11] * (11 - len(ids))).astype(np.int32)
+        contents, expected = cache.export(ids), export(whole, ids)
+        for got, want in zip(jax.tree.leaves(contents), jax.tree.leaves(expected), strict=True):
+            want = np.asarray(want)
+            assert (got.dtype, got.shape) == (want.dtype, want.shape)
+            assert got.tobytes() == want.tobytes()
+        self.num_read += int(is_published.sum())
+
+
+export = jax.jit(kv.tiers.export_blocks)
+
+
+def engine_on(mesh, *attached):
+    engine = kv.Engine(forward, make_params(), SPLIT, **SIZES, placement=kv.engine.Placement(mesh, "rows"))
+    for each in attached:
+        engine.attach(each)
+    return engine
+
+
+def served(engine, requests):
+    """What all say, with the tokens that were found cached; they are pushed as there is room."""
+    before, said, left = engine.figures().counts[Counter.CACHED_TOKENS], {}, list(requests)
+    while left or engine.num_unfinished:
+        left = left[engine.push(left) :]
+        engine.drain()
+        note(said, engine.take_events())
+    expect(said, requests)
+    return engine.figures().counts[Counter.CACHED_TOKENS] - before
+
+
+def linked(store):
+    return kv.tiers.AttachedStore(store, weights="w", timeout=60.0)
+
+
+def held_by(engine, shard):
+    """The events that list the index of a shard."""
+    cache = jax.tree.map(lambda x: x[shard], jax.device_get(engine.state.cache))
+    return kv.processes.IndexFollower().update(cache)
+
+
+@pytest.mark.slow
+def test_an_engine_on_a_mesh_and_a_store():
+    """Rows, heads and tokens of blocks are split over 8 devices; a store has whole blocks."""
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), ("rows", "heads", "context"))
+    store, reader, publisher = kv.tiers.MemoryStore(), Reader(), Published()
+    link = linked(store)
+    engine = reader.engine = engine_on(mesh, link, reader, publisher)
+    # Each goes to the shard with the fewest tokens, the same one again.
+    prompts = [[i, *range(1, 12)] for i in range(4)]
+    requests = [ask(prompt, 5, i) for i, prompt in enumerate(prompts)]
+    assert served(engine, requests) == 0
+    warm = served(engine, requests)
+    assert warm == 4 * 8 and reader.num_read > 0
+    rng = np.random.default_rng(2)
+    served(engine, [random_request(rng, i) for i in range(20)])
+    for shard in range(2):
+        assert publisher.known[shard] == publisher.hashes_of(held_by(engine, shard))
+    link.flush()
+    assert link.close() and link.num_dropped == 0 and not link.report().reasons
+
+    link, reader = linked(store), Reader()
+    engine = reader.engine = engine_on(mesh, reader, link)
+    assert served(engine, requests) == warm
+    assert engine.metrics()["vllm:external_prefix_cache_hits"] == warm
+    assert link.close() and not link.report().reasons
+    one, other = (publisher.hashes_of(held_by(engine, shard)) for shard in range(2))
+    assert len(one) == len(other) and not one & other
+    # One device reads what a mesh wrote.
+    cache, report = kv.tiers.load(store, kv.init(PLAIN), weights="w", prompts=prompts)
+    assert report.num_loaded == 4 * 2 and not report.reasons
+    hits = [int(kv.lookup(cache, np.array([prompt]), [12])[0]) for prompt in prompts]
+    assert hits == [8] * 4
+
+
+class Published(kv.processes.EventPublisher):
+    """A publisher whose events stay here: by rank the hashes that subscribers know."""
+
+    def __init__(self):
+        super().__init__("inproc://events")
+        self.known = {0: set(), 1: set()}
+
+    def publish(self, events, shard=0):
+        for event in events:
+            if isinstance(event, kv.processes.BlockStored):
+                self.known[shard].update(event.block_hashes)
+            elif isinstance(event, kv.processes.BlockRemoved):
+                self.known[shard].difference_update(event.block_hashes)
+            else:
+                self.known[shard].clear()
+
+    def hashes_of(self, events):
+        return {each for event in events for each in getattr(event, "block_hashes", ())}
+
+
+def test_a_store_beside_a_host_tier_sees_no_mesh():
+    mesh = Mesh(np.array(jax.devices()[:2]), ("rows",))
+    hosted = dataclasses.replace(PLAIN, extras=[kv.tiers.Host(4)])
+    engine = kv.Engine(
+        exact_model.forward, make_params(), hosted, **SIZES, placement=kv.engine.Placement(mesh, "rows")
+    )
+    with pytest.raises(NotImplementedError, match="the engine has a placement and extras has a Host, expec"):
+        engine.attach(linked(kv.tiers.MemoryStore()))
