@@ -21,7 +21,7 @@ import json
 import logging
 import os
 import pathlib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -30,7 +30,9 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 from flax import nnx
+from jax.sharding import Sharding
 
+from kvcache_jax.arrays.sharding import put
 from models.config import DecoderConfig
 from models.config_json import find_family, read_config, read_dtype, write_config
 from models.decoder import Decoder, is_on_gpu, stacked, unstacked
@@ -53,6 +55,7 @@ def load(
     dtype: Any = None,
     param_dtype: Any = None,
     is_stacked: bool | None = None,
+    sharding: Sharding | Callable[[str, tuple[int, ...]], Sharding] | None = None,
 ) -> Decoder:
     """Reads a model.
 
@@ -63,6 +66,8 @@ def load(
         decays of recurrences, which are float32. Default: `dtype`.
       is_stacked: Whether the layers are stacked, see `Decoder`. Default: as decoding wants them on the device
         that they are read to, on GPUs each by itself.
+      sharding: Of all parameters, or a function of a parameter's path and shape that gives each its own, such
+        as over a mesh of several processes. Each process reads the files. Default: one device.
 
     Raises:
       CheckpointError: a file is missing, truncated or no such file; a tensor is missing, misshapen or
@@ -97,7 +102,14 @@ def load(
             value = np.empty(leaf.shape, leaf.dtype)
             for place, name in source.tensors.items():
                 value[place] = source.from_file(stored[name].read())
-            values.append(jnp.asarray(value))
+            values.append(value)
+    if sharding is None:
+        return jax.tree.unflatten(structure, [*map(jnp.asarray, values)])
+    homes = [
+        sharding(jax.tree_util.keystr(path), leaf.shape) if callable(sharding) else sharding
+        for path, leaf in leaves
+    ]
+    values = put(values, homes)
     return jax.tree.unflatten(structure, values)
 
 

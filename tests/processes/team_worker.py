@@ -5,9 +5,11 @@ a word after a colon; what happened is printed as JSON.
 """
 
 import contextlib
+import dataclasses
 import functools
 import json
 import os
+import pathlib
 import signal
 import sys
 import threading
@@ -23,14 +25,17 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import kvcache_jax as kv
+from kvcache_jax.arrays.sharding import put
 from kvcache_jax.core.state import Cache
+from models import checkpoint
 from tests.engine import exact_model
 from tests.engine.exact_engine import SIZES, expect
 from tests.engine.exact_model import DIM, make_params, note, random_request
 from tests.engine.exact_model import forward_of_halves as forward
+from tests.processes.same_calls import CALLED, CALLS
 
 TIMEOUT_S, LONG_TIMEOUT_S = 5.0, 60.0
 
@@ -240,6 +245,33 @@ def attached(size, path):
     team.run(lambda: lead(True))
     if team.is_leader:
         print(json.dumps({"cached": cached, "hits": hits}))
+
+
+def calls(size, _):
+    """All processes call the same; heads of blocks are split over them, tokens over their devices."""
+    mesh = Mesh(np.array(jax.devices()).reshape(size, 2), ("heads", "context"))
+    config, said = dataclasses.replace(CALLED, head_axis="heads", context_axis="context"), {}
+    with jax.set_mesh(mesh):
+        assert not kv.init(config).pools[0].k.is_fully_addressable
+        params = put(make_params(), NamedSharding(mesh, PartitionSpec()))
+        for name, call in CALLS.items():
+            said[name] = call(exact_model.forward, params, config)
+    whole = checkpoint.load(STDLIB)
+    split = checkpoint.load(STDLIB, sharding=lambda path, shape: NamedSharding(mesh, spec_of(shape)))
+    leaves = zip(jax.tree.leaves(split), jax.tree.leaves(whole), strict=True)
+    said["loaded"] = 0
+    for leaf, full in leaves:
+        said["loaded"] += not leaf.is_fully_replicated
+        for shard in leaf.addressable_shards:
+            assert (np.asarray(shard.data) == np.asarray(full)[shard.index]).all()
+    print(json.dumps(said))
+
+
+def spec_of(shape):
+    return PartitionSpec("heads") if shape and shape[0] % 2 == 0 else PartitionSpec()
+
+
+STDLIB = pathlib.Path(__file__).parents[2] / "models/stdlib_bytes"
 
 
 def differing(size, what):

@@ -15,6 +15,9 @@ import pytest
 
 import kvcache_jax as kv
 from kvcache_jax.core.team import marks_of
+from tests.engine import exact_model
+from tests.engine.exact_model import make_params
+from tests.processes.same_calls import CALLED, CALLS
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 GUIDE = ROOT / "docs/guides/processes.md"
@@ -28,7 +31,7 @@ def free_port():
         return opened.getsockname()[1]
 
 
-def run_processes(num, arguments, limit_s=150):
+def run_processes(num, arguments, limit_s=400):
     """Runs a command in `num` processes; returns their exit statuses, what each printed as JSON, and stderr.
 
     Process 1 may be stopped for ever: it is killed once the others have ended.
@@ -112,6 +115,20 @@ def test_a_new_engine_finds_in_a_store_what_an_earlier_one_committed(tmp_path):
     assert report.num_loaded == 4 * 2 and not report.reasons
     hits = [int(kv.lookup(cache, np.array([prompt]), [12])[0]) for prompt in prompts]
     assert hits == [8] * 4
+
+
+@pytest.mark.slow
+def test_calls_in_all_processes_give_what_one_process_gets():
+    """Of a mesh that splits heads over the processes and tokens of blocks over their devices."""
+    found = run_workers(2, "calls:")
+    assert [code for code, *_ in found.values()] == [0, 0], found
+    [said], [other] = found[LEADER][1], found[DOOMED][1]
+    assert said == other and said.pop("loaded") > 5
+    scored = said.pop("scored")
+    for name, results in said.items():
+        assert results == CALLS[name](exact_model.forward, make_params(), CALLED)
+    alone = CALLS["scored"](exact_model.forward, make_params(), CALLED)
+    np.testing.assert_allclose(np.array(scored), np.array(alone), rtol=1e-6)
 
 
 @pytest.mark.slow
