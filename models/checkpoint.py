@@ -98,18 +98,12 @@ def load(
         if config.tie_embeddings and unembedding in stored:
             _check_same(folder, stored[embedding], stored[unembedding])
         values = []
-        for source, leaf in wanted:
+        for (source, leaf), (path, _) in zip(wanted, leaves, strict=True):
             value = np.empty(leaf.shape, leaf.dtype)
             for place, name in source.tensors.items():
                 value[place] = source.from_file(stored[name].read())
-            values.append(value)
-    if sharding is None:
-        return jax.tree.unflatten(structure, [*map(jnp.asarray, values)])
-    homes = [
-        sharding(jax.tree_util.keystr(path), leaf.shape) if callable(sharding) else sharding
-        for path, leaf in leaves
-    ]
-    values = put(values, homes)
+            home = sharding(jax.tree_util.keystr(path), leaf.shape) if callable(sharding) else sharding
+            values.append(jnp.asarray(value) if home is None else put(value, home))
     return jax.tree.unflatten(structure, values)
 
 

@@ -1,4 +1,4 @@
-"""Checks of `CacheConfig.context_axis`, the mesh axis that splits the tokens of blocks."""
+"""Checks of the mesh axes of a config: `context_axis`, which splits the tokens of blocks, and `head_axis`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -33,6 +33,19 @@ def check_context_axis(
                 "layers of keys and values: a state stands for all tokens of a block, and cannot be split by "
                 "tokens; leave context_axis out, head_axis splits heads"
             )
+
+
+def check_heads_divide(groups: Sequence[LayerGroup], axis: Any, num_devices: int) -> None:
+    """Refuses heads that the devices of a mesh axis, or of several, do not divide."""
+    for group in groups:
+        for name, array in group.arrays:
+            num_heads = num_devices if array.head_axis is None else array.shape[array.head_axis]
+            if num_heads % num_devices:
+                raise ValueError(
+                    f"the array {name!r} of {group.kind.label} layers has {num_heads} heads, and the mesh "
+                    f"axis {axis!r} splits them over {num_devices} devices, expected a multiple of "
+                    f"{num_devices}: change the kind's heads, or take an axis whose size divides {num_heads}"
+                )
 
 
 def check_tokens_divide(groups: Sequence[LayerGroup], axis: str, num_devices: int) -> None:

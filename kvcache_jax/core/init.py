@@ -18,7 +18,7 @@ from kvcache_jax.arrays.sharding import axis_of_types, check_in_mesh
 from kvcache_jax.core.cache_checks import takes_one
 from kvcache_jax.core.choose_backend import implementation_of, load
 from kvcache_jax.core.config import CacheConfig, require_config
-from kvcache_jax.core.context_axis import check_tokens_divide
+from kvcache_jax.core.context_axis import check_heads_divide, check_tokens_divide
 from kvcache_jax.core.describe import describe
 from kvcache_jax.core.empty_state import empty_control, empty_pools, in_place_of
 from kvcache_jax.core.extras import KeptArray
@@ -140,15 +140,7 @@ def _check_heads(sharding: NamedSharding | PartitionSpec, spec: PartitionSpec, c
     axis = spec[1] if len(spec) > 1 else None
     names = axis if isinstance(axis, tuple) else (axis,)
     num_devices = math.prod(mesh.shape.get(name, 1) for name in names)
-    for group in config.groups:
-        for name, array in group.arrays:
-            num_heads = num_devices if array.head_axis is None else array.shape[array.head_axis]
-            if num_heads % num_devices:
-                raise ValueError(
-                    f"the array {name!r} of {group.kind.label} layers has {num_heads} heads, and the mesh "
-                    f"axis {axis!r} splits them over {num_devices} devices, expected a multiple of "
-                    f"{num_devices}: change the kind's heads, or take an axis whose size divides {num_heads}"
-                )
+    check_heads_divide(config.groups, axis, num_devices)
     if config.context_axis is not None:
         check_tokens_divide(config.groups, config.context_axis, mesh.shape[config.context_axis])
         types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))

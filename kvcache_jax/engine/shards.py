@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from kvcache_jax.arrays.sharding import put
 from kvcache_jax.core.config import CacheConfig
-from kvcache_jax.core.context_axis import check_tokens_divide
+from kvcache_jax.core.context_axis import check_heads_divide, check_tokens_divide
 from kvcache_jax.core.extras import KeptArray
 from kvcache_jax.core.init import init
 from kvcache_jax.core.state import Cache, KVPool
@@ -48,6 +48,8 @@ class Shards:
         mesh = placement.mesh if placement else None
         require_axis("config.head_axis", config.head_axis, mesh)
         require_axis("config.context_axis", config.context_axis, mesh)
+        if mesh is not None and config.head_axis is not None:
+            check_heads_divide(config.groups, config.head_axis, mesh.shape[config.head_axis])
         if mesh is not None and config.context_axis is not None:
             check_tokens_divide(config.groups, config.context_axis, mesh.shape[config.context_axis])
         self._mesh, self._row_axis, self._config = mesh, placement.row_axis if placement else None, config

@@ -1,7 +1,7 @@
 """Other processes: engines on a mesh of several, events of what a cache holds, the choice among replicas."""
 
 from kvcache_jax.core.team import ProcessLost
-from kvcache_jax.processes.distributed_team import DistributedTeam
+from kvcache_jax.processes.distributed_team import DistributedTeam, check_coordinator
 from kvcache_jax.processes.event_publisher import EventPublisher
 from kvcache_jax.processes.index_events import (
     AllBlocksCleared,
@@ -21,6 +21,7 @@ __all__ = [
     "ProcessLost",
     "Replica",
     "ReplicaIndex",
+    "check_coordinator",
     "choose_replica",
     "prompt_hashes",
 ]

@@ -12,6 +12,7 @@ import itertools
 import os
 import pickle
 import re
+import socket
 import sys
 import threading
 import time
@@ -31,6 +32,42 @@ _WAIT_MS = 500
 _KEPT_ORDERS = 256
 _SIGN_OFF_S = 1.0
 _numbers = itertools.count()
+
+
+def check_coordinator(address: str, process_id: int, *, timeout_s: float = 30.0) -> None:
+    """Checks what `jax.distributed.initialize` is about to use, and ends the process by an abort without.
+
+    Args:
+      address: Host and port of the coordinator, which is in process 0: its port must be free there.
+      process_id: Of this process. Others than 0 wait until the coordinator is there.
+      timeout_s: Seconds to wait.
+
+    Raises:
+      ValueError: no host and port.
+      OSError: the port is in use.
+      TimeoutError: there is no coordinator.
+    """
+    host, _, port = address.rpartition(":")
+    if not (host and port.isdigit()):
+        raise ValueError(f"address is {address!r}, expected a host and a port such as 'host0:1234'")
+    if process_id == _LEADER:
+        try:
+            socket.create_server(("", int(port))).close()
+        except OSError as error:
+            message = f"the coordinator's port {port} cannot be used ({error.strerror}), expected a free one"
+            raise OSError(error.errno, message) from error
+        return
+    end = time.monotonic() + timeout_s
+    while True:
+        try:
+            return socket.create_connection((host, int(port)), timeout_s).close()
+        except OSError as error:
+            if time.monotonic() >= end:
+                raise TimeoutError(
+                    f"process {process_id} found no coordinator at {address} in {timeout_s:g} s ({error}), "
+                    "expected process 0 to run there: start it too, or correct the address"
+                ) from error
+        time.sleep(min(_WAIT_MS / 1000, timeout_s / 10))
 
 
 class Disagreement(ValueError):  # noqa: N818

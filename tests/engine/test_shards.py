@@ -79,3 +79,11 @@ def test_an_axis_must_be_one_of_the_mesh(place, message):
     mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
     with pytest.raises((ValueError, TypeError), match=message):
         kv.Engine(forward, make_params(), config(head_axis="heads"), placement=place(mesh))
+
+
+def test_heads_that_a_mesh_does_not_divide():
+    mesh = Mesh(np.array(jax.devices()[:2]), ("heads",))
+    with pytest.raises(
+        ValueError, match="the array 'k' of FullAttention layers has 1 heads, and the mesh ax"
+    ):
+        kv.Engine(forward, make_params(), config(head_axis="heads"), placement=kv.engine.Placement(mesh))

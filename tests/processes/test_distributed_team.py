@@ -191,6 +191,21 @@ def test_marks_tell_arrays_apart(dtype):
     assert [*marks_of({"a": values}).values()] == [a]
 
 
+def test_a_coordinator_that_cannot_be_there_is_named():
+    """Before jax would abort the process."""
+    check = kv.processes.check_coordinator
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(OSError, match=f"the coordinator's port {port} cannot be used .*, expected a fre"):
+            check(f"127.0.0.1:{port}", LEADER)
+        check(f"127.0.0.1:{port}", DOOMED)
+    with pytest.raises(TimeoutError, match=f"process 1 found no coordinator at 127.0.0.1:{port} in 0.2 s"):
+        check(f"127.0.0.1:{port}", DOOMED, timeout_s=0.2)
+    check(f"127.0.0.1:{free_port()}", LEADER)
+    with pytest.raises(ValueError, match="address is 'host0', expected a host and a port such as 'host0:12"):
+        check("host0", LEADER)
+
+
 def test_a_team_needs_several_processes():
     with pytest.raises(
         RuntimeError, match="there is no team of one process, expected a call of jax.distribu"
