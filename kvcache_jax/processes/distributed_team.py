@@ -133,7 +133,7 @@ class DistributedTeam(Team):
         self._signs: dict[int, tuple[bytes, float]] = {}  # by process: its last sign of life, and when
         stop = threading.Event()
         threading.Thread(target=_watch, args=(weakref.ref(self), stop), daemon=True).start()
-        atexit.register(_leave, weakref.ref(self), stop)
+        atexit.register(_leave, weakref.ref(self), stop, client, self._key, timeout_s, self.is_leader)
 
     @property
     def is_leader(self) -> bool:
@@ -367,13 +367,18 @@ def _watch(of: weakref.ref, stop: threading.Event) -> None:
             return
 
 
-def _leave(of: weakref.ref, stop: threading.Event) -> None:
-    """Ends with the others, the leader after them: it has the service from which they sign off."""
+def _leave(
+    of: weakref.ref, stop: threading.Event, client: Any, key: str, timeout_s: float, is_leader: bool
+) -> None:
+    """Ends with the others, the leader after them: it has the service from which they sign off.
+
+    Also where the team itself is forgotten by then.
+    """
     team = of()
-    if team is not None and team._lost is None:
+    if team is None or team._lost is None:
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # one has ended already
-            team._client.wait_at_barrier(f"{team._key}leave", int(1000 * team._timeout_s))
-            if team.is_leader:
+            client.wait_at_barrier(f"{key}leave", int(1000 * timeout_s))
+            if is_leader:
                 time.sleep(_SIGN_OFF_S)
             else:  # now, for what else is done at exit may take longer than the leader waits
                 stop.set()

@@ -250,6 +250,7 @@ def attached(size, path):
 def calls(size, _):
     """All processes call the same; heads of blocks are split over them, tokens over their devices."""
     mesh = Mesh(np.array(jax.devices()).reshape(size, 2), ("heads", "context"))
+    kv.processes.DistributedTeam(timeout_s=LONG_TIMEOUT_S)  # has the processes end together
     config, said = dataclasses.replace(CALLED, head_axis="heads", context_axis="context"), {}
     with jax.set_mesh(mesh):
         assert not kv.init(config).pools[0].k.is_fully_addressable
