@@ -96,9 +96,12 @@ PARTS = (
     Part("serving", "generate and the engine", (_PARTS, "serving"), 60),
     Part("speed", "kernels beside peers", (_PARTS, "speed"), 100),
 )
-KERNELS = {"decode": "paged_decode", "merge": "merge_attention", "append": "append_kv"} | {
-    name: f"{name}_blocks" for name in ("gather", "scatter", "copy")
-}
+KERNELS = {
+    "decode": "paged_decode",
+    "prefill": "paged_prefill",
+    "merge": "merge_attention",
+    "append": "append_kv",
+} | {name: f"{name}_blocks" for name in ("gather", "scatter", "copy")}
 """By the first word of what is checked."""
 
 

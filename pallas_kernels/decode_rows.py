@@ -82,6 +82,8 @@ def check_decode(
     options: DecodeOptions,
     sink_logits: jax.Array | None,
     layer: jax.Array | int,
+    *,
+    max_queries: int | None = MAX_QUERIES,
 ) -> None:
     """Raises unless the arguments of `paged_decode` fit together; limits of one kernel are its own."""
     if q.ndim != 5 or 0 in q.shape:
@@ -91,8 +93,8 @@ def check_decode(
         )
     check_floats("q", q)
     num_rows, num_queries, num_kv_heads, group_size, head_dim = q.shape
-    if not 1 <= num_queries <= MAX_QUERIES:
-        raise ValueError(f"q has {num_queries} queries a row, expected 1 to {MAX_QUERIES}: split the row")
+    if max_queries is not None and num_queries > max_queries:
+        raise ValueError(f"q has {num_queries} queries a row, expected 1 to {max_queries}: split the row")
     check_pools(k_pool, v_pool, options.num_blocks)
     check_layer(layer, k_pool.shape[0] // options.num_blocks)
     if (num_kv_heads, head_dim) != (k_pool.shape[1], k_pool.shape[3]):

@@ -155,3 +155,27 @@ DECODE_SHAPES = (
     ),
 )
 """Small enough to interpret, one or two hard things each, and all of them together."""
+
+
+PREFILL_SHAPES = (
+    DecodeShape("plain", (200, 70), num_kv_heads=1, group_size=2, num_queries=80),
+    DecodeShape("idle_rows", (0, 66, 0, 1), group_size=1, dtype="float16", num_queries=66),
+    DecodeShape("long", (700,), num_kv_heads=1, group_size=1, block_size=64, num_queries=70),
+    DecodeShape("head_128_group_3", (300,), 1, group_size=3, head_dim=128, block_size=128, num_queries=130),
+    DecodeShape("block_48", (150, 149), 1, group_size=2, head_dim=128, block_size=48, num_queries=64),
+    DecodeShape("block_512", (700,), 1, group_size=2, block_size=512, num_queries=9),
+    DecodeShape("window", (530, 90), 1, group_size=1, num_queries=150, window=70),
+    DecodeShape("kept_tokens", (620, 130), 1, group_size=2, num_queries=70, window=40, num_sink_tokens=140),
+    DecodeShape(
+        "all",
+        (401, 64, 0, 7),
+        group_size=2,
+        block_size=48,
+        num_queries=130,
+        window=70,
+        num_sink_tokens=20,
+        soft_cap=3.0,
+        has_sink_logits=True,
+    ),
+)
+"""Likewise, of many queries a row."""

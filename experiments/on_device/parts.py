@@ -48,7 +48,7 @@ from experiments.on_device.sides import jax_sides
 from experiments.on_device.torch_sides import FLASHINFER_DIR, free_memory, synchronize, torch_sides
 from kvcache_jax.core.backends import MOSAIC_GPU, XLA
 from pallas_kernels import reference
-from pallas_kernels.shapes import DECODE_SHAPES, DecodeShape
+from pallas_kernels.shapes import DECODE_SHAPES, PREFILL_SHAPES, DecodeShape
 from pallas_kernels.versions import untested_jax
 
 DECODE_TOLERANCE = {"bfloat16": 2e-2, "float16": 2e-3}
@@ -60,11 +60,14 @@ STACK, TUPLE = "layers in a stack", "layers in a tuple"
 
 
 def kernels(interpret: bool, _: list[str]) -> Makers:
-    """Checks all named shapes of decoding, the merge and the movements; what is not to be read is NaN."""
-    shapes = DECODE_SHAPES[:1] if interpret else DECODE_SHAPES
-    decodes = {f"decode: {shape.name}": functools.partial(_decode, shape, interpret) for shape in shapes}
+    """Checks all named shapes of attention, the merge and the movements; what is not to be read is NaN."""
+    attends = {
+        f"{kernel}: {shape.name}": functools.partial(_attend, kernel, shape, interpret)
+        for kernel, shapes in (("decode", DECODE_SHAPES), ("prefill", PREFILL_SHAPES))
+        for shape in (shapes[:1] if interpret else shapes)
+    }
     moves = _moves((3,) if interpret else (1, 128), interpret)
-    return {**decodes, "merge: 5 parts": functools.partial(_merge, interpret), **moves}
+    return {**attends, "merge: 5 parts": functools.partial(_merge, interpret), **moves}
 
 
 def steps(interpret: bool, _: list[str], layers: str) -> Makers:
@@ -176,7 +179,7 @@ def _served(work: Callable[[str], list], implementation: str, interpret: bool, _
     return jax_program(run_it, interpret, result=list)
 
 
-def _decode(shape: DecodeShape, interpret: bool) -> tuple[Contest, list[Side]]:
+def _attend(kernel: str, shape: DecodeShape, interpret: bool) -> tuple[Contest, list[Side]]:
     problem = shape.problem()
     arrays = problem._replace(options=None)
 
@@ -186,7 +189,7 @@ def _decode(shape: DecodeShape, interpret: bool) -> tuple[Contest, list[Side]]:
 
     expected = jax.jit(functools.partial(call, reference.paged_decode))(arrays)
     tolerance = DECODE_TOLERANCE[shape.dtype]
-    return _checked(f"decode: {shape.name}", "paged_decode", call, arrays, expected, tolerance, interpret)
+    return _checked(f"{kernel}: {shape.name}", f"paged_{kernel}", call, arrays, expected, tolerance, interpret)
 
 
 def _merge(interpret: bool) -> tuple[Contest, list[Side]]:

@@ -115,34 +115,32 @@ def _attend(
 ) -> tuple[jax.Array, jax.Array]:
     from pallas_kernels.decode_rows import DecodeOptions
 
-    kernels, own = _kernels(name), {}
+    kernels, num_blocks = _kernels(name), pool.num_rows // group.num_layers
+    options = DecodeOptions(num_blocks, scale, soft_cap, group.span.window, group.span.num_sink_tokens)
+    own = dict(layer=layer, sink_logits=sink_logits, interpret=is_interpreted.value)
+    if _has_own_prefill(name, pool, q.shape[1]) and not kernels.why_not_prefill(pool.k, q.dtype):
+        return kernels.paged_prefill(q, pool.k, pool.v, block_table, _rows(plan), options, **own)
     if name == MOSAIC_GPU:
-        own = dict(out_dtype=q.dtype, plan=kernels.DecodePlan(*plan.work) if plan.work else None)
-    results = kernels.paged_decode(
-        _cut(q),
-        pool.k,
-        pool.v,
-        block_table,
-        _decode_rows(plan, group, q.shape[1]),
-        DecodeOptions(
-            pool.num_rows // group.num_layers,
-            scale,
-            soft_cap,
-            group.span.window,
-            group.span.num_sink_tokens,
-        ),
-        layer=layer,
-        sink_logits=sink_logits,
-        interpret=is_interpreted.value,
-        **own,
-    )
+        own.update(out_dtype=q.dtype, plan=kernels.DecodePlan(*plan.work) if plan.work else None)
+    rows = _decode_rows(plan, group, q.shape[1])
+    results = kernels.paged_decode(_cut(q), pool.k, pool.v, block_table, rows, options, **own)
     out, lse = (x.reshape(q.shape[0], -1, *x.shape[2:])[:, : q.shape[1]] for x in results)
     return out, lse
+
+
+def _has_own_prefill(name: str, pool: KVPool, num_queries: int) -> bool:
+    """Whether so many queries of a row are computed at once; else they are decoded as rows of few."""
+    if name != MOSAIC_GPU:
+        return False
+    kernels = _kernels(name)
+    return num_queries >= kernels.MIN_QUERIES and kernels.why_not_prefill(pool.k, pool.k.dtype) is None
 
 
 def _plan(
     plan: AttentionPlan, pool: KVPool, group: LayerGroup, *, num_queries: int, num_columns: int
 ) -> tuple[jax.Array, ...]:
+    if _has_own_prefill(MOSAIC_GPU, pool, num_queries):
+        return ()
     rows = _decode_rows(plan, group, num_queries)
     _, num_heads, block_size, head_dim = pool.k.shape
     q_shape = (rows.table_row.shape[0], min(num_queries, _max_queries()), num_heads, 1, head_dim)
@@ -176,8 +174,6 @@ def _cut(q: jax.Array) -> jax.Array:
 
 def _decode_rows(plan: AttentionPlan, group: LayerGroup, num_queries: int) -> Any:
     """Plans the rows that `_cut` makes; each reads only the columns that its own queries reach."""
-    from pallas_kernels.decode_rows import DecodeRows
-
     most = _max_queries()
     if num_queries > most:
         starts = jnp.arange(0, num_queries, most, dtype=jnp.int32)
@@ -185,6 +181,12 @@ def _decode_rows(plan: AttentionPlan, group: LayerGroup, num_queries: int) -> An
         num_left = (plan.num_queries[:, None] - starts[None]).reshape(-1)
         table_row = jnp.repeat(plan.table_row, starts.shape[0])
         plan = plan_rows(group, table_row, first_position, jnp.clip(num_left, 0, most))
+    return _rows(plan)
+
+
+def _rows(plan: AttentionPlan) -> Any:
+    from pallas_kernels.decode_rows import DecodeRows
+
     return DecodeRows(
         plan.table_row, plan.first_column, plan.num_columns, plan.first_position, plan.num_queries
     )

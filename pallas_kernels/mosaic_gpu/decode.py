@@ -9,7 +9,6 @@ The softmax is online and to the base 2, with `scale * log2(e)` folded into one 
 """
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -50,13 +49,11 @@ from pallas_kernels.mosaic_gpu.lanes import (
     write_results,
 )
 from pallas_kernels.mosaic_gpu.limits import DECODED, num_sms, why_not_block, why_not_pool
+from pallas_kernels.mosaic_gpu.logits import LOG2_E, MASKED, scaled
 from pallas_kernels.mosaic_gpu.merge import merge_items
 from pallas_kernels.mosaic_gpu.tiles import tiled
 
-_MASKED = -1e30
-_LOG2_E = math.log2(math.e)
 _INTERPRETED_PROGRAMS = 8
-_SMALL = 0.04
 
 
 def paged_decode(
@@ -108,7 +105,7 @@ def paged_decode(
     layer = jnp.asarray(layer, jnp.int32).reshape(1)
     inputs = [q.astype(k_pool.dtype), k_pool, v_pool, block_table, plan.items, layer]
     if sink_logits is not None:
-        inputs.append(_sinks_of_lanes(sink_logits.astype(jnp.float32) * _LOG2_E, tiling))
+        inputs.append(_sinks_of_lanes(sink_logits.astype(jnp.float32) * LOG2_E, tiling))
     num_items, can_split = plan.items.shape[0], plan.num_parts > 0
     results = result_shapes(q.shape, tiling, out_dtype)
     if can_split:
@@ -255,7 +252,7 @@ def _decode(
     first_query = lane_tile * tiling.queries_per_tile
     lse_smem, sinks_smem = (per_lane_smem.at[nth, pl.ds(0, tiling.num_lanes)] for nth in range(2))
     mask = KeyMask(
-        options, tiling, block_size, first_column, num_columns, first_position, num_queries, first_query
+        options, block_size, first_column, num_columns, first_position, num_queries, tiling, first_query
     )
     layout = plgpu.Layout.WGMMA
     by_lane = layout.reduce(0)
@@ -307,8 +304,8 @@ def _decode(
         plgpu.barrier_wait(k_barrier.at[slot])
         logits = wgmma((TILE_ROWS, tiling.num_lanes), k_smem.at[slot], q_smem.transpose((1, 0)))
         refill(k_ref, k_smem, k_barrier, tile + STAGES, next_rows)
-        logits = _scaled(options, logits)
-        logits = jnp.where(mask.is_seen(first_tile + tile, query), logits, _MASKED)
+        logits = scaled(options, logits)
+        logits = jnp.where(mask.is_seen(first_tile + tile, query), logits, MASKED)
 
         # Before a lane's first key all weights are 1, and then decay to 0.
         new_peak = jnp.maximum(peak, logits.max(axis=0))
@@ -322,7 +319,8 @@ def _decode(
         @pl.when(mask.is_edge(first_tile + tile))
         def _():
             v = plgpu.load(v_smem.at[slot], layout=layout, optimized=False)
-            v_smem[slot] = jnp.where(mask.is_seen_by_any(first_tile + tile, head_dim), v, jnp.zeros_like(v))
+            is_seen = mask.is_seen_by_any((first_tile + tile) * TILE_ROWS, (TILE_ROWS, head_dim))
+            v_smem[slot] = jnp.where(is_seen, v, jnp.zeros_like(v))
 
         plgpu.commit_smem()
         new_out = wgmma(
@@ -356,7 +354,7 @@ def _decode(
             return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), of)
 
         one_per_lane = (tiling.num_lanes,)
-        peak, total = full(one_per_lane, _MASKED, by_lane), full(one_per_lane, 0, by_lane)
+        peak, total = full(one_per_lane, MASKED, by_lane), full(one_per_lane, 0, by_lane)
         if sinks_ref:  # counts once: in the row's first item
             sinks = plgpu.load(sinks_smem, layout=by_lane, optimized=False)
             is_first = plgpu.layout_cast(jnp.full(one_per_lane, first_tile), by_lane) == 0
@@ -364,24 +362,12 @@ def _decode(
         start = (full((head_dim, tiling.num_lanes), 0, layout), peak, total, pieces_of(STAGES))
         out, peak, total, _ = lax.fori_loop(0, num_tiles, attend_tile, start)
 
-        is_empty = (peak <= _MASKED) | (query >= num_queries)
+        is_empty = (peak <= MASKED) | (query >= num_queries)
         total = jnp.where(is_empty, 1.0, total)
         out = jnp.where(per_lane(is_empty, head_dim), 0.0, out / per_lane(total, head_dim))
-        lse_smem[...] = jnp.where(is_empty, -jnp.inf, (peak + jnp.log2(total)) / _LOG2_E)
+        lse_smem[...] = jnp.where(is_empty, -jnp.inf, (peak + jnp.log2(total)) / LOG2_E)
         if can_split:
             pl.when(part >= 0)(lambda: write(out, results[2:], part))
             pl.when(part < 0)(lambda: write(out, results[:2], row))
         else:
             write(out, results, row)
-
-
-def _scaled(options: DecodeOptions, logits: jax.Array) -> jax.Array:
-    """Scaled and capped logits, to the base 2."""
-    if options.soft_cap is None:
-        return logits * (options.scale * _LOG2_E)
-    # The hardware's tanh is 5e-4 off, which the cap multiplies; its exp2 is 2e-7 off, and inf is fine.
-    # Near 0, where that is much beside the result, two terms of the series are 4e-7 of it off.
-    x = logits * (options.scale / options.soft_cap)
-    tanh = 1 - 2 / (1 + jnp.exp2(x * (2 * _LOG2_E)))
-    tanh = jnp.where(jnp.abs(x) < _SMALL, x - x * x * x * (1 / 3), tanh)
-    return tanh * (options.soft_cap * _LOG2_E)

@@ -68,7 +68,7 @@ class Tiling(LaneTiling):
 
 def tiling_of(num_queries: int, group_size: int, head_dim: int, block_size: int) -> Tiling:
     """The cut into full tiles with the fewest copies."""
-    piece = math.gcd(block_size, TILE_ROWS)
+    piece_len, pieces_per_block = pieces_of_blocks(block_size, TILE_ROWS)
     most_lanes = min(MAX_LANES, _MAX_LANE_VALUES // head_dim)
     num_lane_tiles = -(-num_queries // max(1, most_lanes // group_size))
     queries_per_tile = -(-num_queries // num_lane_tiles)
@@ -78,10 +78,16 @@ def tiling_of(num_queries: int, group_size: int, head_dim: int, block_size: int)
         queries_per_tile=queries_per_tile,
         num_lanes=-(-queries_per_tile * group_size // 8) * 8,
         num_lane_tiles=num_lane_tiles,
-        piece_len=piece,
-        pieces_per_block=block_size // piece,
-        pieces_per_tile=TILE_ROWS // piece,
+        piece_len=piece_len,
+        pieces_per_block=pieces_per_block,
+        pieces_per_tile=TILE_ROWS // piece_len,
     )
+
+
+def pieces_of_blocks(block_size: int, tile_len: int) -> tuple[int, int]:
+    """Tokens of a piece, the longest ones that blocks and tiles are whole numbers of; pieces of a block."""
+    piece_len = math.gcd(block_size, tile_len)
+    return piece_len, block_size // piece_len
 
 
 class Item(enum.IntEnum):

@@ -14,10 +14,9 @@ from pallas_kernels.mosaic_gpu.decode_plan import LaneTiling
 from pallas_kernels.mosaic_gpu.grid import unflatten
 from pallas_kernels.mosaic_gpu.interpret import launch
 from pallas_kernels.mosaic_gpu.lanes import write_results
+from pallas_kernels.mosaic_gpu.logits import LOG2_E, MASKED
 from pallas_kernels.mosaic_gpu.tiles import tiled
 
-_MASKED = -1e30
-_LOG2_E = math.log2(math.e)
 _STAGES = 4
 _MAX_LANES = 32  # of float32: 128 bytes, to which the copy engine wants shared memory aligned
 
@@ -156,13 +155,13 @@ def _merge_row(
         plgpu.barrier_wait(barrier.at[slot])
         part_out = plgpu.load(part_smem.at[slot], layout=layout)
         part_lse = part_lse_smem.at[slot, lanes_of_slot]
-        part_lse = plgpu.load(part_lse, layout=by_lane, optimized=False) * _LOG2_E
+        part_lse = plgpu.load(part_lse, layout=by_lane, optimized=False) * LOG2_E
         plgpu.commit_smem()
         pl.when(part + _STAGES < end)(lambda: fetch(part + _STAGES))
-        part_lse = jnp.maximum(part_lse, _MASKED)
+        part_lse = jnp.maximum(part_lse, MASKED)
         new_peak = jnp.maximum(peak, part_lse)
         weight, decay = jnp.exp2(part_lse - new_peak), jnp.exp2(peak - new_peak)
-        weight = jnp.where(part_lse > _MASKED, weight, 0.0)
+        weight = jnp.where(part_lse > MASKED, weight, 0.0)
         part_out = jnp.where(per_lane(weight) > 0, part_out * per_lane(weight), 0.0)  # it may be NaN
         return out * per_lane(decay) + part_out, new_peak, total * decay + weight
 
@@ -176,14 +175,14 @@ def _merge_row(
 
         start = (
             full((head_dim, num_lanes), 0, layout),
-            full((num_lanes,), _MASKED, by_lane),
+            full((num_lanes,), MASKED, by_lane),
             full((num_lanes,), 0, by_lane),
         )
         out, peak, total = lax.fori_loop(first, end, add_part, start)
-        is_empty = peak <= _MASKED
+        is_empty = peak <= MASKED
         total = jnp.where(is_empty, 1.0, total)
         # The ring is free again: its first slot takes the result.
-        part_lse_smem[0, lanes_of_slot] = jnp.where(is_empty, -jnp.inf, (peak + jnp.log2(total)) / _LOG2_E)
+        part_lse_smem[0, lanes_of_slot] = jnp.where(is_empty, -jnp.inf, (peak + jnp.log2(total)) / LOG2_E)
         out = jnp.where(per_lane(is_empty), 0.0, out / per_lane(total))
         lse_smem = part_lse_smem.at[0, lanes_of_slot]
         write_results(out, lse_smem, out_ref, lse_ref, (row, lane_tile, head), tiling)

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import mosaic_gpu, reference
-from pallas_kernels.mosaic_gpu import append, decode, move_blocks
-from pallas_kernels.shapes import DECODE_SHAPES, DecodeShape
+from pallas_kernels.mosaic_gpu import append, decode, move_blocks, prefill
+from pallas_kernels.shapes import DECODE_SHAPES, PREFILL_SHAPES, DecodeShape
 
 NUM_LAYERS, NUM_BLOCKS, NUM_IDS = 2, 11, 4
 NOWHERE = 2**30
@@ -67,6 +67,7 @@ def cases(num_random: int, seed: int) -> list[Case]:
     return [
         *(_decode(f"decode_{shape.name}", shape, shape.dtype) for shape in shapes),
         _decode("decode_of_32_bits", plain, "float32"),
+        *(_prefill(f"prefill_{shape.name}", shape) for shape in PREFILL_SHAPES),
         *(_merge(f"merge_{name}", shape) for name, shape in MERGES.items()),
         *(_move(kernel, name, 3) for kernel in ("gather", "scatter", "copy") for name in POOLS),
         *(
@@ -79,22 +80,32 @@ def cases(num_random: int, seed: int) -> list[Case]:
 
 
 def _decode(name: str, shape: DecodeShape, out_dtype: str) -> Case:
+    return _attend(
+        name, shape, out_dtype, functools.partial(decode.paged_decode, out_dtype=jnp.dtype(out_dtype))
+    )
+
+
+def _prefill(name: str, shape: DecodeShape) -> Case:
+    return _attend(name, shape, shape.dtype, prefill.paged_prefill)
+
+
+def _attend(name: str, shape: DecodeShape, out_dtype: str, kernel: Callable) -> Case:
     # Made when it is needed, for the arrays of all cases would be many.
     @functools.cache
     def problem():
         return shape.problem()
 
-    def call() -> Any:
-        each, options = problem(), dict(layer=problem().layer, sink_logits=problem().sink_logits)
-        return decode.paged_decode(*each[:6], **options, out_dtype=jnp.dtype(out_dtype))
-
-    def expected() -> Any:
+    def run(function: Callable) -> Any:
         each = problem()
-        options = dict(layer=each.layer, sink_logits=each.sink_logits)
-        out, lse = jax.jit(reference.paged_decode, static_argnums=5)(*each[:6], **options)
-        return out, lse
+        return function(*each[:6], layer=each.layer, sink_logits=each.sink_logits)
 
-    return Case(name, call, expected, float(jnp.finfo(out_dtype).eps), TOLERANCES[shape.dtype])
+    return Case(
+        name,
+        functools.partial(run, kernel),
+        functools.partial(run, jax.jit(reference.paged_decode, static_argnums=5)),
+        float(jnp.finfo(out_dtype).eps),
+        TOLERANCES[shape.dtype],
+    )
 
 
 def _random_shape(name: str, draw: random.Random) -> DecodeShape:

@@ -5,6 +5,7 @@ to use, so that a compiler or a change that spills, falls off the tensor cores o
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -18,6 +19,8 @@ from pallas_kernels.mosaic_gpu.decode_budget import max_registers, max_shared_me
 from pallas_kernels.mosaic_gpu.decode_plan import Tiling, tiling_of
 from pallas_kernels.mosaic_gpu.lanes import num_query_copies
 from pallas_kernels.mosaic_gpu.merge import merge_attention
+from pallas_kernels.mosaic_gpu.prefill import STAGES, paged_prefill
+from pallas_kernels.mosaic_gpu.prefill_mask import KEY_COLUMNS, QUERY_ROWS
 from tests.aot import h200
 from tests.aot.budget import Budget, CompileCase, i32, pool
 from tests.aot.move_cases import MOVE_CASES
@@ -122,6 +125,67 @@ _CASES = {
 }
 
 
+def _prefill_case(
+    name: str,
+    *,
+    num_rows: int = 2,
+    num_queries: int = 2048,
+    group_size: int = 4,
+    head_dim: int = 128,
+    block_size: int = 64,
+    max_len: int = 8192,
+    dtype: str = "bfloat16",
+    has_sink_logits: bool = False,
+    **options: Any,
+) -> CompileCase:
+    """Of registers a thread has what 384 may have at most; the kernel deals them out anew.
+
+    A tile has a product of 128 keys and one with 128 values, 64 rows and so many columns each. Copied are the
+    queries, and the pieces of K and V in one place, where the ring is filled and refilled.
+    """
+    num_layers, num_kv_heads = 4, 8
+    num_blocks = num_rows * max_len // block_size
+
+    def arguments() -> tuple:
+        kv_pool = pool(num_layers * num_blocks, num_kv_heads, block_size, head_dim, dtype)
+        q_shape = (num_rows, num_queries, num_kv_heads, group_size, head_dim)
+        table = i32(num_rows, max_len // block_size)
+        sink_logits = jax.ShapeDtypeStruct((num_kv_heads, group_size), jnp.float32)
+        rows = DecodeRows(*[i32(num_rows)] * 5)
+        q = jax.ShapeDtypeStruct(q_shape, kv_pool.dtype)
+        return q, kv_pool, kv_pool, table, rows, i32(), sink_logits if has_sink_logits else None
+
+    def function(q, k_pool, v_pool, table, rows, layer, sink_logits):
+        prefill_options = DecodeOptions(num_blocks, head_dim**-0.5, **options)
+        return paged_prefill(
+            q, k_pool, v_pool, table, rows, prefill_options, layer=layer, sink_logits=sink_logits
+        )
+
+    pieces_per_tile = KEY_COLUMNS // math.gcd(block_size, KEY_COLUMNS)
+    padded_len = -(-num_queries // QUERY_ROWS) * QUERY_ROWS
+    budget = Budget(
+        registers=168,
+        shared_memory=(2 * STAGES * KEY_COLUMNS + 2 * QUERY_ROWS) * head_dim * 2 + 3328,
+        min_wgmma=(head_dim + KEY_COLUMNS) // 16,
+        min_tma=1 + 2 * pieces_per_tile,
+        min_fences=2,
+        # The logs of sums once more, and where queries are no whole tiles, queries and results.
+        temporary_bytes=num_rows * padded_len * num_kv_heads * group_size * (4 + 4 * head_dim) + 1000,
+    )
+    return CompileCase(name, function, arguments, budget, ("paged_prefill",), pools=(1, 2))
+
+
+_PREFILL_CASES = {
+    "prefill_2048": dict(),
+    "prefill_8k": dict(num_rows=1, num_queries=8192),
+    "prefill_head_64": dict(head_dim=64),
+    "prefill_100_queries_block_16": dict(num_queries=100, block_size=16),
+    "prefill_block_48": dict(block_size=48, max_len=8160, dtype="float16", group_size=1),
+    "prefill_block_128": dict(block_size=128, group_size=7),
+    "prefill_window": dict(window=1024, num_sink_tokens=20, soft_cap=30.0, has_sink_logits=True),
+}
+
+
 def _merge_case(num_lanes: int, head_dim: int, budget: Budget) -> CompileCase:
     def arguments() -> tuple:
         outs = jax.ShapeDtypeStruct((3, num_lanes, head_dim), jnp.float32)
@@ -153,6 +217,7 @@ _MERGE_CASES = (
 )
 CASES = (
     *(_decode_case(name, **options) for name, options in _CASES.items()),
+    *(_prefill_case(name, **options) for name, options in _PREFILL_CASES.items()),
     *_MERGE_CASES,
     *MOVE_CASES,
 )

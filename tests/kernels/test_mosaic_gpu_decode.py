@@ -12,6 +12,7 @@ from pallas_kernels.decode_rows import DecodeOptions, DecodeRows
 from pallas_kernels.mosaic_gpu import decode, merge_attention, paged_decode, plan_for
 from pallas_kernels.mosaic_gpu.decode_budget import programs_per_sm
 from pallas_kernels.mosaic_gpu.decode_plan import Item, plan_decode, tiling_of
+from pallas_kernels.mosaic_gpu.logits import scaled
 from pallas_kernels.shapes import DECODE_SHAPES, DecodeProblem, DecodeShape
 from tests.kernels.gpu_interpreter import run_interpreted
 from tests.support.helpers import newest_unless
@@ -180,7 +181,7 @@ def test_merge(shape):
 def test_soft_caps_are_as_good_as_float32(soft_cap):
     logits = np.r_[np.linspace(-900, 900, 20_001), np.logspace(-9, 3, 500), 1e30, -1e30].astype(np.float32)
     options = DecodeOptions(1, scale=0.125, soft_cap=soft_cap)
-    found = np.asarray(decode._scaled(options, jnp.asarray(logits)))
+    found = np.asarray(scaled(options, jnp.asarray(logits)))
     expected = soft_cap * np.tanh(logits.astype(np.float64) * 0.125 / soft_cap) / np.log(2)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
 

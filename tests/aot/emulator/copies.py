@@ -6,6 +6,7 @@ import numpy as np
 
 from tests.aot.descriptors import Descriptor
 from tests.aot.emulator.memory import FaultError, SharedMemory
+from tests.aot.emulator.order import Known, Order
 
 _ALIGNMENT = 128
 
@@ -26,9 +27,13 @@ class Copy:
 
 @dataclasses.dataclass
 class Barrier:
-    """An mbarrier: a phase ends when all have arrived and all bytes are there."""
+    """An mbarrier: a phase ends when all have arrived and all bytes are there.
+
+    Those who wait for it learn what those have passed on who arrived, see `Order`.
+    """
 
     count: int
+    num_warpgroups: int = 1
     phase: int = 0
     num_bytes: int = 0
     is_fenced: bool = False
@@ -37,19 +42,21 @@ class Barrier:
     def __post_init__(self):
         self.pending = self.count
         self.loads: list[Copy] = []
+        self._arriving, self.known = (Order.nothing(self.num_warpgroups) for _ in range(2))
 
-    def arrive(self, expected_bytes: np.ndarray) -> None:
-        """Threads arrive, each of which announces bytes."""
+    def arrive(self, expected_bytes: np.ndarray, known: Known) -> None:
+        """Threads arrive, each of which announces bytes, and pass on what they know."""
         if expected_bytes.size > self.pending:
             raise FaultError(f"{expected_bytes.size} arrive at a barrier that expects {self.pending}")
         self.pending -= expected_bytes.size
         self.num_bytes += int(expected_bytes.sum())
+        self._arriving.add(known)
         self.end_phase()
 
     def land(self, shared: SharedMemory) -> None:
         """Lets all loads land that are on their way."""
         for load in self.loads:
-            shared.end_write(load.places, load.array[load.offsets])
+            self._arriving.add(shared.end_write(load.places, load.array[load.offsets]))
             self.num_bytes -= load.num_bytes
         self.loads = []
         self.end_phase()
@@ -57,6 +64,7 @@ class Barrier:
     def end_phase(self) -> None:
         if self.pending == self.num_bytes == 0:
             self.phase, self.pending = self.phase + 1, self.count
+            self.known = self._arriving.copy()
 
 
 def tensor_copy(descriptor: Descriptor, array: np.ndarray, first: tuple[int, ...], address: int) -> Copy:

@@ -1,4 +1,7 @@
-"""A CTA of 128 threads in lock step: instruction after instruction, in one of two models of asynchrony."""
+"""A CTA: its warpgroups, each of 128 threads in lock step, in one of two models of asynchrony.
+
+Each warpgroup runs until it has to wait; then another one does.
+"""
 
 import re
 from collections.abc import Sequence
@@ -12,6 +15,7 @@ from tests.aot.emulator.arithmetic import TYPES, compute
 from tests.aot.emulator.copies import Barrier, Copy, tensor_copy
 from tests.aot.emulator.memory import (
     NUM_THREADS,
+    NUM_WARPS,
     SHARED,
     FaultError,
     GlobalMemory,
@@ -21,7 +25,7 @@ from tests.aot.emulator.memory import (
 from tests.aot.emulator.program import Instruction, Program, split
 
 MAX_STEPS = 100_000
-"""Instructions of a CTA; more are taken for a loop without an end."""
+"""Instructions of a warpgroup; more are taken for a loop without an end."""
 _PARAMETERS, _DESCRIPTOR_BYTES = 1 << 60, 128
 _WARP, _LANE = np.divmod(np.arange(NUM_THREADS), 32)
 _ALL = np.ones(NUM_THREADS, bool)
@@ -39,7 +43,9 @@ class Launch(NamedTuple):
       pointers: Addresses that the kernel gets, in order.
       tensors: Descriptors that it gets, and the bytes of the array of each.
       shared_memory: Bytes.
-      lands_late: Copies and products land only when they are waited for; else at once.
+      lands_late: Copies and products land only when they are waited for, and the last warpgroup begins; else
+        at once, and the first one does.
+      num_warpgroups: Of a CTA.
     """
 
     program: Program
@@ -48,32 +54,40 @@ class Launch(NamedTuple):
     tensors: Sequence[tuple[Descriptor, np.ndarray]]
     shared_memory: int
     lands_late: bool
+    num_warpgroups: int = 1
+
+
+class _Waits(Exception):  # noqa: N818  it is no error as long as another warpgroup goes on
+    """What a warpgroup waits for is yet to come; the message says what."""
 
 
 class _Product(NamedTuple):
-    """A wgmma on its way: `accumulators += a @ b`."""
+    """A wgmma on its way: `accumulators += a @ b`; `a` are places in shared memory, or registers."""
 
-    a: np.ndarray
+    a: np.ndarray | list[str]
     b: np.ndarray
     accumulators: list[str]
     dtype: str
 
 
 class Cta:
-    """One; `run` runs it."""
+    """One; `run` runs it.
+
+    Attributes:
+      launch: See there.
+      index: Among all CTAs.
+      shared: Its memory.
+      barriers: In it, by address.
+      num_meetings: Barriers of all threads at which all have arrived.
+    """
 
     def __init__(self, launch: Launch, index: int):
-        self._launch, self._program = launch, launch.program
-        self._shared = SharedMemory(launch.shared_memory)
-        self._barriers: dict[int, Barrier] = {}
-        self._stores: list[list[Copy]] = [[]]  # groups; the last one is open
-        self._products: list[list[_Product]] = [[]]
-        self._unfenced: set[str] = set()  # registers that were written since the last wgmma.fence
-        threads = np.arange(NUM_THREADS, dtype=np.uint64)
-        self._registers = {"%tid.x": threads, "%ctaid.x": np.full_like(threads, index)}
-        self._registers["__dynamic_shmem__0"] = np.full_like(threads, SHARED)
-        for nth, name in enumerate(self._program.parameters):
-            self._registers[name] = np.full_like(threads, _PARAMETERS + (nth << 20))
+        self.launch, self.index = launch, index
+        self.shared = SharedMemory(launch.shared_memory, launch.num_warpgroups)
+        self.barriers: dict[int, Barrier] = {}
+        self._warpgroups = [_Warpgroup(self, nth) for nth in range(launch.num_warpgroups)]
+        self._met: list[int] = []
+        self.num_meetings = 0
 
     def run(self) -> None:
         """Runs all instructions.
@@ -82,22 +96,73 @@ class Cta:
           FaultError: One of them is wrong, or may be on a GPU.
           UnknownError: The emulator has to learn it first.
         """
-        position, instructions = 0, self._program.instructions
+        running = self._warpgroups[:: -1 if self.launch.lands_late else 1]
         with np.errstate(all="ignore"):
-            for _ in range(MAX_STEPS):
-                if position == len(instructions):
-                    break
-                instruction = instructions[position]
-                try:
-                    position = self._step(instruction, position)
-                except FaultError as fault:
-                    raise FaultError(f"{instruction.where}: {fault}") from None
-                except (UnknownError, LookupError, TypeError, ValueError) as error:
-                    raise UnknownError(f"{instruction.where}: {error!r}") from error
-            else:
+            while running:
+                num_steps = sum(each.num_steps for each in running)
+                waits = [each.advance() for each in running]
+                if None not in waits and num_steps == sum(each.num_steps for each in running):
+                    raise FaultError("; ".join(filter(None, waits)))
+                running = [each for each, wait in zip(running, waits, strict=True) if wait]
+        self.shared.check_idle()
+
+    def meet(self, warpgroup: int) -> int:
+        """A warpgroup arrives at a barrier of all threads; it may go on after so many meetings."""
+        self._met.append(warpgroup)
+        meeting = self.num_meetings + 1
+        if len(self._met) == len(self._warpgroups):
+            known = [self.shared.order.passed_on(each) for each in self._met]
+            for each in self._met:
+                self.shared.barrier(each)
+                for other in known:
+                    self.shared.order.learned(each, other)
+            for barrier in self.barriers.values():
+                barrier.is_known |= barrier.is_fenced
+            self._met, self.num_meetings = [], meeting
+        return meeting
+
+
+class _Warpgroup:
+    """One of a CTA; `advance` runs it until it has to wait.
+
+    Attributes:
+      num_steps: Instructions that it has run.
+    """
+
+    def __init__(self, cta: Cta, index: int):
+        self._cta, self._index = cta, index
+        self._launch, self._program, self._shared = cta.launch, cta.launch.program, cta.shared
+        self._barriers = cta.barriers
+        self._stores: list[list[Copy]] = [[]]  # groups; the last one is open
+        self._products: list[list[_Product]] = [[]]
+        self._unfenced: set[str] = set()  # registers that were written since the last wgmma.fence
+        self._meeting: int | None = None  # the one at which it has arrived, and waits
+        self._position = self.num_steps = 0
+        threads = np.arange(NUM_THREADS, dtype=np.uint64) + NUM_THREADS * index
+        self._warp = _WARP + NUM_WARPS * index
+        self._registers = {"%tid.x": threads, "%ctaid.x": np.full_like(threads, cta.index)}
+        self._registers["__dynamic_shmem__0"] = np.full_like(threads, SHARED)
+        for nth, name in enumerate(self._program.parameters):
+            self._registers[name] = np.full_like(threads, _PARAMETERS + (nth << 20))
+
+    def advance(self) -> str | None:
+        """Runs until it has to wait, and says for what; None at its end."""
+        instructions = self._program.instructions
+        while self._position < len(instructions):
+            if self.num_steps == MAX_STEPS:
                 raise FaultError(f"is not at its end after {MAX_STEPS} instructions")
-            self._wait_for_stores(0, is_read_only=False, is_end=True)
-        self._shared.check_idle()
+            instruction = instructions[self._position]
+            try:
+                self._position = self._step(instruction, self._position)
+            except _Waits as wait:
+                return f"{instruction.where}: {wait}"
+            except FaultError as fault:
+                raise FaultError(f"{instruction.where}: {fault}") from None
+            except (UnknownError, LookupError, TypeError, ValueError) as error:
+                raise UnknownError(f"{instruction.where}: {error!r}") from error
+            self.num_steps += 1
+        self._wait_for_stores(0, is_read_only=False, is_end=True)
+        return None
 
     def _step(self, instruction: Instruction, position: int) -> int:
         """Executes an instruction, and returns the position of the next."""
@@ -115,7 +180,7 @@ class Cta:
         if handler:
             if active.any():
                 handler(words, operands, active)
-        elif words[0] != "prefetch":
+        elif words[0] not in ("prefetch", "setmaxnreg"):
             self._write(operands[0].split("|")[0], compute(words, operands[1:], self._read), active)
         return position + 1
 
@@ -182,7 +247,7 @@ class Cta:
         names, dtype = split(operands[0]), TYPES[words[-1]]
         addresses, num_bytes = self._addresses(operands[1])[active], dtype.itemsize * len(names)
         if words[1] == "shared":
-            loaded = self._shared.read(addresses, num_bytes, _WARP[active])
+            loaded = self._shared.read(addresses, num_bytes, self._warp[active])
         elif words[1] == "global":
             loaded = self._launch.memory.read(addresses, num_bytes)
         else:
@@ -197,12 +262,12 @@ class Cta:
             raise UnknownError("a store")
         values = np.stack([self._read(name, TYPES[words[-1]]) for name in split(operands[1])], axis=1)
         addresses = self._addresses(operands[0])[active]
-        self._shared.write(addresses, values.view(np.uint8)[active], _WARP[active])
+        self._shared.write(addresses, values.view(np.uint8)[active], self._warp[active])
 
     def _ldmatrix(self, words, operands, active) -> None:
         names = split(operands[0])
         threads, addresses = tensor_cores.row_addresses(self._addresses(operands[1]), len(names))
-        rows = self._shared.read(addresses, 16, _WARP[threads])
+        rows = self._shared.read(addresses, 16, self._warp[threads])
         registers = tensor_cores.to_registers(rows, len(names), "trans" in words)
         for name, values in zip(names, registers, strict=True):
             self._write(name, values, active)
@@ -211,31 +276,49 @@ class Cta:
         registers = np.stack([self._read(name, TYPES["b32"]) for name in split(operands[1])])
         threads, addresses = tensor_cores.row_addresses(self._addresses(operands[0]), len(registers))
         rows = tensor_cores.from_registers(registers, "trans" in words)
-        self._shared.write(addresses, rows, _WARP[threads])
+        self._shared.write(addresses, rows, self._warp[threads])
 
     # What threads wait for.
 
     def _bar(self, words, operands, active) -> None:
+        is_of_all = len(operands) == 1 or self._launch.num_warpgroups == 1
         if not active.all() or operands[1:] not in ((), (str(NUM_THREADS),)):
             raise FaultError(f"is a barrier of some threads, expected all {NUM_THREADS}")
-        self._shared.barrier()
-        for barrier in self._barriers.values():
-            barrier.is_known |= barrier.is_fenced
+        if not is_of_all:
+            # Warpgroups that shared one would wait for each other.
+            if self._same(self._read(operands[0], TYPES["u32"])) != self._index + 1:
+                raise UnknownError("a barrier of one warpgroup that is not its own")
+            return self._shared.barrier(self._index)
+        if self._meeting is None:
+            self._meeting = self._cta.meet(self._index)
+        if self._cta.num_meetings < self._meeting:
+            raise _Waits("waits forever for another warpgroup")
+        self._meeting = None
 
     def _fence(self, words, operands, active) -> None:
         if words[1:3] == ("proxy", "async"):
             if not active.all():
                 raise FaultError("is a fence of some threads, expected all")
-            self._shared.fence()
+            self._shared.fence(self._index)
         for barrier in self._barriers.values():
             barrier.is_fenced |= words[1] == "mbarrier_init"
 
     def _mbarrier(self, words, operands, active) -> None:
         if words[1] == "init":
             place = self._same(self._addresses(operands[0])[active])
-            self._barriers[place] = Barrier(self._same(self._read(operands[1], TYPES["u32"])))
-        elif words[1:3] == ("arrive", "expect_tx"):
-            self._barrier(operands[1], active).arrive(self._read(operands[2], TYPES["u32"])[active])
+            count = self._same(self._read(operands[1], TYPES["u32"])[active])
+            self._barriers[place] = Barrier(count, self._launch.num_warpgroups)
+        elif words[1] == "arrive":
+            barrier, number = (
+                self._barrier(operands[1], active),
+                self._read(operands[2], TYPES["u32"])[active],
+            )
+            if not active.all() and self._launch.num_warpgroups > 1:
+                raise UnknownError("some threads of a warpgroup arrive: what do the others know?")
+            if words[2] != "expect_tx" and (number != 1).any():
+                raise UnknownError("a thread arrives several times")
+            expected = number if words[2] == "expect_tx" else np.zeros_like(number)
+            barrier.arrive(expected, self._shared.order.passed_on(self._index))
         elif words[1:3] == ("try_wait", "parity"):
             barrier = self._barrier(operands[1], active)
             parity = self._same(self._read(operands[2], TYPES["u32"]))
@@ -243,7 +326,8 @@ class Cta:
                 barrier.land(self._shared)
             if barrier.phase % 2 == parity:
                 missing = f"{barrier.pending} have not arrived, {barrier.num_bytes} bytes are not there"
-                raise FaultError(f"waits forever: {missing}")
+                raise _Waits(f"waits forever: {missing}")
+            self._shared.order.learned(self._index, barrier.known)
         else:
             raise UnknownError("an instruction")
 
@@ -265,14 +349,14 @@ class Cta:
         for thread in np.flatnonzero(active).tolist():
             if "bulk_group" in words:
                 store = self._copy(operands[0], operands[1], operands[2:], thread)
-                self._shared.begin_read(store.places)
+                self._shared.begin_read(store.places, self._index)
                 if not self._launch.lands_late:
                     store.array[store.offsets] = self._shared.data[store.places]
                 self._stores[-1].append(store)
             else:
                 barrier = self._barrier(operands[-1], np.array([thread]))
                 load = self._copy(operands[1], operands[0], operands[2:-1], thread)
-                self._shared.begin_write(load.places, _WARP[thread])
+                self._shared.begin_write(load.places, self._warp[thread])
                 barrier.loads.append(load)
                 if not self._launch.lands_late:
                     barrier.land(self._shared)
@@ -299,7 +383,7 @@ class Cta:
         for store in (store for group in committed for store in group):
             if store.taken is None and not is_end:
                 store.taken = self._shared.data[store.places]
-                self._shared.end_read(store.places)
+                self._shared.end_read(store.places, self._index)
             if self._launch.lands_late and not is_read_only and store.taken is not None:
                 store.array[store.offsets] = store.taken
         if not is_read_only:
@@ -318,33 +402,49 @@ class Cta:
                 for product in self._products.pop(0):
                     if self._launch.lands_late:
                         self._multiply(product)
-                    for places in (product.a, product.b):
-                        self._shared.end_read(places)
+                    for places in _in_memory(product):
+                        self._shared.end_read(places, self._index)
         else:
             self._begin_product(words, operands)
 
     def _begin_product(self, words, operands) -> None:
         num_columns, dtype = tensor_cores.product_shape(words)
-        accumulators, *factors = split(operands[0]), *operands[1:3]
+        accumulators, left = split(operands[0]), split(operands[1])
         if operands[3:6] != ("1", "1", "1"):
             raise UnknownError("a product")
-        if changed := self._unfenced.intersection(accumulators):
-            raise FaultError(f"adds to {sorted(changed)}, which were written without a wgmma.fence after it")
-        places = []
-        for factor, num_rows, transposed in zip(factors, (64, num_columns), operands[6:], strict=True):
+        *of_left, of_right = (transposed == "1" for transposed in operands[6:])
+        in_registers = left if operands[1].startswith("{") else []
+        if changed := self._unfenced.intersection([*accumulators, *in_registers]):
+            raise FaultError(
+                f"multiplies {sorted(changed)}, which were written without a wgmma.fence after it"
+            )
+
+        def places_of(factor: str, num_rows: int, is_transposed: bool) -> np.ndarray:
             descriptor = self._same(self._read(factor, TYPES["u64"]))
-            places.append(tensor_cores.operand_places(descriptor, num_rows, transposed == "1"))
-        product = _Product(*places, accumulators, dtype)
-        for each in places:
-            self._shared.begin_read(each)
+            return tensor_cores.operand_places(descriptor, num_rows, is_transposed)
+
+        a = in_registers or places_of(operands[1], tensor_cores.ROWS, *of_left)
+        product = _Product(a, places_of(operands[2], num_columns, of_right), accumulators, dtype)
+        for each in _in_memory(product):
+            self._shared.begin_read(each, self._index)
         if not self._launch.lands_late:
             self._multiply(product)
         self._products[-1].append(product)
 
     def _multiply(self, product: _Product) -> None:
-        a, b = (tensor_cores.numbers(self._shared.data, places, product.dtype) for places in product[:2])
+        b = tensor_cores.numbers(self._shared.data, product.b, product.dtype)
+        if isinstance(product.a, list):
+            registers = np.stack([self._read(name, TYPES["b32"]) for name in product.a])
+            a = tensor_cores.factor_of_registers(registers, product.dtype)
+        else:
+            a = tensor_cores.numbers(self._shared.data, product.a, product.dtype)
         result = a @ b.T
         for nth, name in enumerate(product.accumulators):
             row, column = tensor_cores.accumulator_place(nth)
             total = self._read(name, TYPES["f32"]) + result[row, column]
             self._registers[name] = total.view(np.uint32).astype(np.uint64)
+
+
+def _in_memory(product: _Product) -> list[np.ndarray]:
+    """The places of its factors."""
+    return [each for each in product[:2] if isinstance(each, np.ndarray)]

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.mosaic_gpu import append, decode, merge, move_blocks
+from pallas_kernels.mosaic_gpu import append, decode, merge, move_blocks, prefill
 from tests.aot import h200
 from tests.aot.descriptors import HostCode, read_host_code
 from tests.aot.dump import shared_memory_sizes
@@ -21,7 +21,7 @@ from tests.aot.emulator.cta import Cta, Launch
 from tests.aot.emulator.memory import GlobalMemory, UnknownError
 from tests.aot.emulator.program import Program, parse
 
-_LAUNCHERS = (append, decode, merge, move_blocks)
+_LAUNCHERS = (append, decode, merge, move_blocks, prefill)
 
 
 class Kernel(NamedTuple):
@@ -84,7 +84,15 @@ def _run(kernel: Callable, options: dict[str, Any], inputs: tuple, lands_late: b
     host = compiled.host
     tensors = [(each, buffers[each.buffer].reshape(-1).view(np.uint8)) for each in host.descriptors]
     pointers = [addresses[nth] for nth in host.pointers]
-    launch = Launch(compiled.program, memory, pointers, tensors, compiled.shared_memory, lands_late)
+    launch = Launch(
+        compiled.program,
+        memory,
+        pointers,
+        tensors,
+        compiled.shared_memory,
+        lands_late,
+        options.get("num_threads", 1),
+    )
     [num_ctas] = options["grid"]
     for index in range(num_ctas):
         Cta(launch, index).run()

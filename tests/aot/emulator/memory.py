@@ -4,15 +4,15 @@ import bisect
 
 import numpy as np
 
+from tests.aot.emulator.order import FaultError, Known, Order
+from tests.aot.emulator.order import refuse as _refuse
+
 NUM_THREADS, NUM_WARPS = 128, 4
+"""Of a warpgroup."""
 SHARED = 1024
 """Address at which shared memory begins."""
 _GLOBAL, _GAP = 1 << 32, 1 << 16
 _CLEAN, _STORED, _FENCED = range(3)
-
-
-class FaultError(Exception):
-    """What would or might go wrong on a GPU."""
 
 
 class UnknownError(Exception):
@@ -57,81 +57,99 @@ class GlobalMemory:
 class SharedMemory:
     """The bytes of a CTA, and what happened to each.
 
-    What threads do, `read` and `write`, is ordered between warps by `barrier` alone; asynchronous units read
-    and write by `begin_*` and `end_*`, and see what threads stored after `fence` and then `barrier`.
+    What threads do, `read` and `write`, is ordered between the warps of a warpgroup by `barrier` alone;
+    asynchronous units read and write by `begin_*` and `end_*`, and see what threads stored after `fence` and
+    then `barrier`. Of other warpgroups, `order` says what they know. Warps are counted through a CTA.
     """
 
-    def __init__(self, num_bytes: int):
+    def __init__(self, num_bytes: int, num_warpgroups: int = 1):
         size = SHARED + num_bytes
+        self.order = Order(size, num_warpgroups)
         self.data = np.full(size, 0xFF, np.uint8)  # NaN, for most types
         self._is_written = np.zeros(size, bool)
         self._stored = np.full(size, _CLEAN, np.uint8)
         self._num_readers, self._is_landing = np.zeros(size, np.int16), np.zeros(size, bool)  # asynchronous
-        # Since the last barrier: warps, a bit each, and whether an asynchronous unit was done with it.
-        self._readers, self._writers = np.zeros(size, np.uint8), np.zeros(size, np.uint8)
-        self._was_read = np.zeros(size, bool)
+        self._storer = np.zeros(size, np.uint8)  # the last warpgroup of which threads stored something
+        # Since the last barrier: warps, a bit each, and the warpgroup whose asynchronous reads are done.
+        self._readers, self._writers = np.zeros(size, np.uint16), np.zeros(size, np.uint16)
+        self._was_read = np.zeros(size, np.uint8)
 
-    def barrier(self) -> None:
-        """All threads wait for each other."""
-        self._readers[:], self._writers[:], self._was_read[:] = 0, 0, False
-        self._stored[self._stored == _FENCED] = _CLEAN
+    def barrier(self, warpgroup: int) -> None:
+        """All threads of a warpgroup wait for each other."""
+        others = np.uint16(~_warps_of(warpgroup) & 0xFFFF)
+        self._readers &= others
+        self._writers &= others
+        self._was_read &= np.uint8(~(1 << warpgroup) & 0xFF)
+        self._stored[(self._stored == _FENCED) & (self._storer == warpgroup)] = _CLEAN
 
-    def fence(self) -> None:
+    def fence(self, warpgroup: int) -> None:
         """Threads pass on what they stored to asynchronous units."""
-        self._stored[self._stored == _STORED] = _FENCED
+        is_own = (self._stored == _STORED) & (self._storer == warpgroup)
+        self._stored[is_own] = _FENCED
+        self.order.wrote(warpgroup, is_own)  # now, for those who wait for the warpgroup
 
     def read(self, addresses: np.ndarray, num_bytes: int, warps: np.ndarray) -> np.ndarray:
         """Loads uint8[threads, num_bytes], by threads of these warps."""
         places = self._places(addresses, num_bytes)
         _refuse(self._is_landing[places], "reads what a copy is writing")
-        own = (1 << warps).astype(np.uint8)[:, None]
-        _refuse(self._writers[places] & ~own, "reads what another warp wrote, without a barrier")
-        for warp in range(NUM_WARPS):
-            self._readers[places[warps == warp]] |= 1 << warp
+        warpgroup = warps[0] // NUM_WARPS
+        others = (_warps_of(warpgroup) & ~(1 << warps)).astype(np.uint16)[:, None]
+        _refuse(self._writers[places] & others, "reads what another warp wrote, without a barrier")
+        self.order.check(warpgroup, places, "reads")
+        for warp in np.unique(warps):
+            self._readers[places[warps == warp]] |= np.uint16(1 << warp)
+        self.order.read(warpgroup, places)
         return self.data[places]
 
     def write(self, addresses: np.ndarray, values: np.ndarray, warps: np.ndarray) -> None:
         """Stores uint8[threads, bytes], by threads of these warps."""
         places = self._places(addresses, values.shape[1])
-        self._refuse_busy(places, "writes")
-        for warp in range(NUM_WARPS):
+        warpgroup = warps[0] // NUM_WARPS
+        self._refuse_busy(places, "writes", warpgroup)
+        self.order.check(warpgroup, places, "writes")
+        self._storer[places] = warpgroup
+        self.order.wrote(warpgroup, places)
+        for warp in np.unique(warps):
             mine, new = places[warps == warp], values[warps == warp]
-            others = np.uint8(~(1 << warp) & 0xFF)
+            others = np.uint16(_warps_of(warpgroup) & ~(1 << warp))
             _refuse(self._readers[mine] & others, "writes what another warp read, without a barrier")
             is_other = (self._writers[mine] & others != 0) & (self.data[mine] != new)
             _refuse(is_other, "writes what another warp wrote, without a barrier")
             self.data[mine] = new
-            self._writers[mine] |= 1 << warp
+            self._writers[mine] |= np.uint16(1 << warp)
             self._stored[mine], self._is_written[mine] = _STORED, True
 
-    def begin_read(self, places: np.ndarray) -> None:
-        """An asynchronous unit begins to read."""
+    def begin_read(self, places: np.ndarray, warpgroup: int) -> None:
+        """An asynchronous unit begins to read, for a warpgroup."""
         self._check_bounds(places)
-        _refuse(self._stored[places] != _CLEAN, "reads what threads stored, without a fence and a barrier")
+        self._check_fenced(places, "reads", warpgroup)
         _refuse(self._is_landing[places], "reads what a copy is writing")
+        self.order.check(warpgroup, places, "reads")
         _refuse(~self._is_written[places], "reads what was never written")
         self._num_readers[places] += 1
 
-    def end_read(self, places: np.ndarray) -> None:
+    def end_read(self, places: np.ndarray, warpgroup: int) -> None:
         """It is known to have read; to other warps after a barrier."""
         self._num_readers[places] -= 1
-        self._was_read[places] = True
+        self._was_read[places] |= np.uint8(1 << warpgroup)
+        self.order.read(warpgroup, places)
 
     def begin_write(self, places: np.ndarray, warp: int) -> None:
         """A copy that a warp has started begins to write."""
         self._check_bounds(places)
-        self._refuse_busy(places, "copies over")
-        others = self._readers[places] & np.uint8(~(1 << warp) & 0xFF)
+        warpgroup = warp // NUM_WARPS
+        self._refuse_busy(places, "copies over", warpgroup)
+        others = self._readers[places] & np.uint16(_warps_of(warpgroup) & ~(1 << warp))
         _refuse(others, "copies over what another warp read, without a barrier")
-        _refuse(
-            self._stored[places] != _CLEAN, "copies over what threads stored, without a fence and a barrier"
-        )
+        self._check_fenced(places, "copies over", warpgroup)
+        self.order.check(warpgroup, places, "copies over")
         self._is_landing[places] = True
 
-    def end_write(self, places: np.ndarray, values: np.ndarray) -> None:
-        """The copy has landed."""
+    def end_write(self, places: np.ndarray, values: np.ndarray) -> Known:
+        """The copy has landed; returns what those know who wait for it."""
         self.data[places] = values
         self._is_landing[places], self._is_written[places] = False, True
+        return self.order.copied(places)
 
     def check_idle(self) -> None:
         """Raises a fault if something is still going on."""
@@ -147,14 +165,23 @@ class SharedMemory:
     def _check_bounds(self, places: np.ndarray) -> None:
         _refuse((places < SHARED) | (places >= self.data.size), "is out of the bounds of shared memory")
 
-    def _refuse_busy(self, places: np.ndarray, verb: str) -> None:
+    def _check_fenced(self, places: np.ndarray, verb: str, warpgroup: int) -> None:
+        """Of other warpgroups, whoever waits for one after its fence sees what it stored."""
+        stored = self._stored[places]
+        lacks_barrier = (stored == _FENCED) & (self._storer[places] == warpgroup)
+        _refuse(
+            (stored == _STORED) | lacks_barrier, f"{verb} what threads stored, without a fence and a barrier"
+        )
+
+    def _refuse_busy(self, places: np.ndarray, verb: str, warpgroup: int) -> None:
         _refuse(self._is_landing[places], f"{verb} what a copy is writing")
         _refuse(self._num_readers[places], f"{verb} what a copy or a product is reading")
         _refuse(
-            self._was_read[places], f"{verb} what a copy or a product read, without a barrier after the wait"
+            self._was_read[places] & np.uint8(1 << warpgroup),
+            f"{verb} what a copy or a product read, without a barrier after the wait",
         )
 
 
-def _refuse(is_bad: np.ndarray, what: str) -> None:
-    if np.any(is_bad):
-        raise FaultError(what)
+def _warps_of(warpgroup: int) -> int:
+    """A bit for each warp."""
+    return (1 << NUM_WARPS) - 1 << NUM_WARPS * int(warpgroup)

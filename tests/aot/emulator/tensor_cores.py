@@ -8,7 +8,7 @@ from tests.aot.emulator.copies import swizzled
 from tests.aot.emulator.memory import NUM_THREADS, NUM_WARPS, UnknownError
 
 _SHAPE = re.compile(r"m64n(\d+)k16")
-_ROWS, _DEPTH = 64, 16
+ROWS, _DEPTH = 64, 16
 _SWIZZLES = {1: 128, 2: 64, 3: 32}
 
 
@@ -37,10 +37,13 @@ def product_shape(words: tuple[str, ...]) -> tuple[int, str]:
 
 def numbers(data: np.ndarray, places: np.ndarray, dtype: str) -> np.ndarray:
     """float32 of 16-bit numbers in memory."""
-    bits = data[places].astype(np.uint16) | data[places + 1].astype(np.uint16) << 8
+    return _as_float32(data[places].astype(np.uint16) | data[places + 1].astype(np.uint16) << 8, dtype)
+
+
+def _as_float32(bits: np.ndarray, dtype: str) -> np.ndarray:
     if dtype == "bf16":
         return (bits.astype(np.uint32) << 16).view(np.float32)
-    return bits.view(np.float16).astype(np.float32)
+    return np.ascontiguousarray(bits).view(np.float16).astype(np.float32)
 
 
 def accumulator_place(nth: int) -> tuple[np.ndarray, np.ndarray]:
@@ -48,6 +51,17 @@ def accumulator_place(nth: int) -> tuple[np.ndarray, np.ndarray]:
     thread = np.arange(NUM_THREADS)
     row = thread // 32 * 16 + thread % 32 // 4 + 8 * (nth >> 1 & 1)
     return row, 8 * (nth // 4) + 2 * (thread % 4) + (nth & 1)
+
+
+def factor_of_registers(registers: np.ndarray, dtype: str) -> np.ndarray:
+    """float32[64, 16] of the left factor in 4 registers of each thread, uint32[4, threads]."""
+    factor, halves = np.zeros((ROWS, _DEPTH), np.float32), registers.view(np.uint16).reshape(4, -1, 2)
+    thread = np.arange(NUM_THREADS)
+    for nth, half in np.ndindex(4, 2):
+        row = thread // 32 * 16 + thread % 32 // 4 + 8 * (nth & 1)
+        column = 2 * (thread % 4) + 8 * (nth >> 1) + half
+        factor[row, column] = _as_float32(halves[nth, :, half], dtype)
+    return factor
 
 
 def row_addresses(addresses: np.ndarray, num_matrices: int) -> np.ndarray:
