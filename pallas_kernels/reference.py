@@ -20,7 +20,7 @@ def paged_decode(
     layer: jax.Array | int = 0,
     sink_logits: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention of few queries per row over the blocks of one layer.
+    """Attention of queries over the blocks of one layer, of few per row as a decode has them, or of many.
 
     Args:
       q: `[r, t, h, g, d]`: rows, queries of a row, key/value heads, query heads of each, head_dim.

@@ -178,4 +178,4 @@ PREFILL_SHAPES = (
         has_sink_logits=True,
     ),
 )
-"""Likewise, of many queries a row."""
+"""Likewise, of many queries a row: for the prefill."""

@@ -319,13 +319,12 @@ def _prefill(
 
         plgpu.copy_gmem_to_smem(q_ref.at[row, queries, q_head], own_q, q_barrier.at[warpgroup])
         one_per_query = (QUERY_ROWS,)
-        peak, total = full(one_per_query, MASKED, by_query), full(one_per_query, 0, by_query)
-        if sinks_ref:
-            peak, total = (
-                full(one_per_query, sinks_ref[0][q_head], by_query),
-                full(one_per_query, 1, by_query),
-            )
-        start = (full((QUERY_ROWS, head_dim), 0, layout), peak, total)
+        peak, total = (sinks_ref[0][q_head], 1) if sinks_ref else (MASKED, 0)
+        start = (
+            full((QUERY_ROWS, head_dim), 0, layout),
+            full(one_per_query, peak, by_query),
+            full(one_per_query, total, by_query),
+        )
         plgpu.barrier_wait(q_barrier.at[warpgroup])
         pl.when(warpgroup == 1)(take_turns)
         out, peak, total = lax.fori_loop(0, walk.num_steps, attend_tile, start)
