@@ -117,7 +117,7 @@ def _attend(
 
     kernels, num_blocks = _kernels(name), pool.num_rows // group.num_layers
     options = DecodeOptions(num_blocks, scale, soft_cap, group.span.window, group.span.num_sink_tokens)
-    own = dict(layer=layer, sink_logits=sink_logits, interpret=is_interpreted.value)
+    own: dict[str, Any] = dict(layer=layer, sink_logits=sink_logits, interpret=is_interpreted.value)
     if _has_own_prefill(name, pool, q.shape[1]) and not kernels.why_not_prefill(pool.k, q.dtype):
         return kernels.paged_prefill(q, pool.k, pool.v, block_table, _rows(plan), options, **own)
     if name == MOSAIC_GPU:

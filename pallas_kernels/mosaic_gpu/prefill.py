@@ -277,7 +277,7 @@ def _prefill(
             for first in range(0, KEY_COLUMNS, _CLEARED_ROWS):
                 place = v_smem.at[slot, pl.ds(first, _CLEARED_ROWS)]
                 v = plgpu.load(place, layout=layout, optimized=False)
-                is_seen = mask.is_seen_by_any(tile * KEY_COLUMNS + first, v.shape)
+                is_seen = mask.is_seen_by_any(tile * KEY_COLUMNS + first, (_CLEARED_ROWS, head_dim))
                 place[...] = jnp.where(is_seen, v, jnp.zeros_like(v))
             plgpu.commit_smem()
 
