@@ -129,7 +129,7 @@ def _attend(
 
 
 def _has_own_prefill(name: str, pool: KVPool, num_queries: int) -> bool:
-    """Whether so many queries of a row are computed at once; else they are decoded as rows of few."""
+    """Tells whether so many queries of a row are computed at once; else they are decoded as rows of few."""
     if name != MOSAIC_GPU:
         return False
     kernels = _kernels(name)
