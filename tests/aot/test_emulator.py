@@ -6,6 +6,7 @@ import pytest
 from tests.aot import emulated
 from tests.aot.descriptors import Descriptor, HostCode, read_host_code
 from tests.aot.emulated_cases import Case, cases
+from tests.aot.emulator import tensor_cores
 from tests.aot.emulator.cta import Cta, Launch
 from tests.aot.emulator.memory import FaultError, GlobalMemory, UnknownError
 from tests.aot.emulator.program import parse
@@ -57,13 +58,14 @@ HALVES = Descriptor(width=2, sizes=(9, 64), strides=(64, 1), box=(4, 64), swizzl
 MODELS = pytest.mark.parametrize("lands_late", [False, True])
 
 
-def run(body, lands_late=False, tensor=HALVES, source=None):
+def run(body, lands_late=False, tensor=HALVES, source=None, num_warpgroups=1):
     """What a kernel leaves in 128 words of global memory."""
     out, memory = np.full(128, -1, np.int32), GlobalMemory()
     source = np.arange(9 * 64, dtype=np.int16) if source is None else source
     tensors = [(tensor, source.reshape(-1).view(np.uint8))]
     program = parse(KERNEL.format(body=body))
-    Cta(Launch(program, memory, [memory.add(out)], tensors, 4104, lands_late), index=3).run()
+    launch = Launch(program, memory, [memory.add(out)], tensors, 4104, lands_late, num_warpgroups)
+    Cta(launch, index=3).run()
     return out
 
 
@@ -211,6 +213,83 @@ def test_products(lands_late):
         product("")
     with pytest.raises(FaultError, match=r"'%r13'\], which were written without a wgmma.fence after it"):
         product(wait, between=ZERO)
+
+
+def test_left_factors_in_registers_lie_as_ldmatrix_loads_them():
+    factor = np.arange(64 * 16, dtype=np.float16).reshape(64, 16)
+    rows = [
+        factor[16 * warp + 8 * (matrix & 1) + row, 8 * (matrix >> 1) :][:8]
+        for warp, matrix, row in np.ndindex(4, 4, 8)
+    ]
+    registers = tensor_cores.to_registers(np.stack(rows).view(np.uint8), 4, is_transposed=False)
+    np.testing.assert_array_equal(tensor_cores.factor_of_registers(registers, "f16"), factor)
+
+
+# The second warpgroup reads what the first one stored, and writes one more.
+HAND_OVER = f"""
+    {MAKE}
+    setp.ge.u32 %p3, %r1, 128;
+    setp.eq.u32 %p4, %r1, 128;
+    @%p3 bra $L1;
+    GIVE
+    bra $L2;
+$L1:
+    TAKE
+    ld.shared.b32 %r9, [%rd5+-512];
+    add.s32 %r9, %r9, 1;
+    st.shared.b32 [%rd5], %r9;
+    {FENCE}
+    bar.sync 2, 128;
+    @%p4 cp.async.bulk.global.shared::cta.bulk_group [%rd1], [%rd3+512], 512;
+    {WAIT_OUT}
+$L2:
+"""
+GIVE = "st.shared.b32 [%rd5], %r1;"
+ARRIVE = "mbarrier.arrive.release.cta.shared::cta.b64 _, [%rd3+4096], 1;"
+
+
+@MODELS
+def test_warpgroups_must_wait_for_each_other(lands_late):
+    """Whichever of them the emulator lets run first."""
+
+    def hand_over(give, take):
+        return HAND_OVER.replace("GIVE", give).replace("TAKE", take)
+
+    options = dict(lands_late=lands_late, num_warpgroups=2)
+    np.testing.assert_array_equal(run(hand_over(GIVE + ARRIVE, AWAIT), **options), WORDS + 1)
+    np.testing.assert_array_equal(run(hand_over(GIVE + BARRIER, BARRIER), **options), WORDS + 1)
+    for give, take in ((GIVE + ARRIVE, ""), (ARRIVE + GIVE, AWAIT)):
+        refused("another warpgroup (wrote|read), without a wait for it", hand_over(give, take), **options)
+    refused("waits forever: 128 have not arrived", hand_over(GIVE, AWAIT), **options)
+    refused("waits forever for another warpgroup", hand_over(GIVE, BARRIER), **options)
+    # A fence that comes after the arrival is not known to those who waited for that.
+    read, copy = "ld.shared.b32 %r9, [%rd5+-512];", COPY_OUT.replace("%p1", "%p4")
+    for give, fault in (
+        (f"{GIVE} {FENCE} {ARRIVE}", None),
+        (f"{GIVE} {ARRIVE} {FENCE}", "another warpgroup wrote"),
+        (f"{GIVE} {ARRIVE}", "without a fence"),
+    ):
+        body = hand_over(give, AWAIT).replace(read, f"{copy} mov.b32 %r9, 0;")
+        refused(fault, body, **options) if fault else run(body, **options)
+
+
+@MODELS
+def test_each_warpgroup_must_wait_for_copies(lands_late):
+    body = f"""
+    {MAKE}
+    setp.ge.u32 %p3, %r1, 128;
+    @%p3 bra $L1;
+    {EXPECT} {LOAD} {AWAIT}
+    bra $L2;
+$L1:
+    TAKE
+    ld.shared.b32 %r9, [%rd3];
+$L2:
+"""
+    options = dict(lands_late=lands_late, num_warpgroups=2)
+    run(body.replace("TAKE", AWAIT), **options)
+    fault = "what was copied, without a wait for the copy|copies over what another warpgroup read"
+    refused(fault, body.replace("TAKE", ""), **options)
 
 
 def test_what_is_unknown_is_no_fault():
