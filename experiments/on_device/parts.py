@@ -188,8 +188,8 @@ def _attend(kernel: str, shape: DecodeShape, interpret: bool) -> tuple[Contest, 
         return function(*arrays[:5], problem.options, **more, **options)
 
     expected = jax.jit(functools.partial(call, reference.paged_decode))(arrays)
-    tolerance = DECODE_TOLERANCE[shape.dtype]
-    return _checked(f"{kernel}: {shape.name}", f"paged_{kernel}", call, arrays, expected, tolerance, interpret)
+    name, tolerance = f"{kernel}: {shape.name}", DECODE_TOLERANCE[shape.dtype]
+    return _checked(name, f"paged_{kernel}", call, arrays, expected, tolerance, interpret)
 
 
 def _merge(interpret: bool) -> tuple[Contest, list[Side]]:
