@@ -53,7 +53,8 @@ type _Verified = dict[str, BlockName | str]
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _import(cache: Cache, contents: BlockContents) -> tuple[Cache, jax.Array]:
+def import_with_room(cache: Cache, contents: BlockContents) -> tuple[Cache, jax.Array]:
+    """Publishes contents, for which cached blocks make room; the cache is donated."""
     needs = {g: num_true(held) for g, held in enumerate(contents.is_held)}
     control = eviction.make_room(cache.control, needs, cache.config)
     return import_blocks(dataclasses.replace(cache, control=control), contents)
@@ -297,7 +298,7 @@ class _Loading:
         self._questions.remove(spoilt)
         self._count()
         if counts:
-            self.cache, status = _import(self.cache, contents.whole)
+            self.cache, status = import_with_room(self.cache, contents.whole)
             self._pending = counts, status
 
     def _count(self) -> None:
