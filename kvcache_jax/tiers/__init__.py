@@ -5,6 +5,7 @@ from kvcache_jax.operations.transfer import BlockContents, export_blocks, import
 from kvcache_jax.tiers.attached_store import AttachedStore
 from kvcache_jax.tiers.block_store import BlockStore, MemoryStore
 from kvcache_jax.tiers.catalogue import StoreReport
+from kvcache_jax.tiers.copy_blocks import copy_prompts
 from kvcache_jax.tiers.directory_store import DirectoryStore
 from kvcache_jax.tiers.giver import Giver, Ticket
 from kvcache_jax.tiers.host import Host
@@ -37,6 +38,7 @@ __all__ = [
     "Ticket",
     "ValkeyStore",
     "break_even",
+    "copy_prompts",
     "demote_to_utilization",
     "digest",
     "eviction_candidates",

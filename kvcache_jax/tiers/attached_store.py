@@ -30,7 +30,7 @@ from kvcache_jax.tiers.published import (
     read_blocks,
 )
 from kvcache_jax.tiers.save_blocks import (
-    batch_size,
+    Contents,
     checked_weights,
     namespace_digits,
     read_contents,
@@ -152,11 +152,10 @@ class AttachedStore(Attachment):
                 block = published_block(named.blocks, at, keyed, now)
                 if not all(entry.key in self._written for entry in block.entries):
                     blocks.append(block)
-        look.left, size, num_saved = set(), batch_size(cache), 0
-        for start in range(0, len(blocks), size):
-            batch = blocks[start : start + size]
+        look.left, num_saved = set(), 0
+        for batch, contents in read_contents(cache, blocks):
             entries = {entry.key: entry for block in batch for entry in block.entries}
-            contents = [each for each in read_contents(cache, batch, size) if each[1] not in self._written]
+            contents = [each for each in contents if each[1] not in self._written]
             if self._is_full:
                 self.num_dropped += len(contents)
                 look.left.update(block.ids[0] for block in batch)
@@ -299,9 +298,7 @@ class AttachedStore(Attachment):
         """Gives the thread a job."""
         self._jobs.put((kind, next(self._numbers), job))
 
-    def _write(
-        self, contents: Sequence[tuple[BlockName, str, dict[str, np.ndarray]]], entries: Mapping[str, Entry]
-    ) -> None:
+    def _write(self, contents: Contents, entries: Mapping[str, Entry]) -> None:
         known = self._questions.contains([key for _, key, _ in contents])
         items = [
             (key, pack_block(name, arrays))

@@ -32,7 +32,6 @@ from kvcache_jax.tiers.published import (
     read_blocks,
 )
 from kvcache_jax.tiers.save_blocks import (
-    batch_size,
     checked_weights,
     namespace_digits,
     read_contents,
@@ -194,9 +193,8 @@ class Giver(Attachment):
         known = {key: value for offer in offers for key, value in offer.values.items()}
         new = [block for block in found.values() if not all(entry.key in known for entry in block.entries)]
         room = np.inf if self._max_bytes is None else self._max_bytes - self.num_bytes
-        size = batch_size(cache)
-        for start in range(0, len(new), size):
-            for name, key, arrays in read_contents(cache, new[start : start + size], size):
+        for _, contents in read_contents(cache, new):
+            for name, key, arrays in contents:
                 if key not in known and room > 0:
                     value = pack_block(name, arrays)
                     room -= len(value)

@@ -1,5 +1,6 @@
 """The operation `load`: blocks of a store are published in a cache, after each was compared with its name."""
 
+import array
 import collections
 import math
 import time
@@ -48,12 +49,12 @@ type _Verified = dict[str, BlockName | str]
 """By key the name of a block, or the reason why it is none."""
 
 
-_import_here = jax.jit(import_making_room, donate_argnums=0)
+import_with_room = jax.jit(import_making_room, donate_argnums=0)
 
 
 def _import(cache: Cache, contents: BlockContents) -> tuple[Cache, Any]:
     """Publishes blocks where the cache is; donates it."""
-    return cache.publish(contents) if isinstance(cache, ShardCache) else _import_here(cache, contents)
+    return cache.publish(contents) if isinstance(cache, ShardCache) else import_with_room(cache, contents)
 
 
 def load(
@@ -173,7 +174,7 @@ class _Loading:
         form = cache.form if isinstance(cache, ShardCache) else cache
         self._forms = jax.eval_shape(export_blocks, form, jax.ShapeDtypeStruct((self._size,), jnp.int32))
         self._pending: tuple[dict[int, tuple[str, int]], Any] = {}, np.zeros(0, np.int32)
-        self._text = "", np.zeros(0, np.int32)  # the last one that was put together, by its key
+        self._text = "", array.array("i")  # the last one that was put together, by its key
 
     def plan(self, entries: Mapping[str, tuple[Entry, Scope]], may_evict: bool) -> list[_Planned]:
         """Chooses what there is room for, what was used last first; lists it in the order of publication.
@@ -225,7 +226,7 @@ class _Loading:
         """
         batches = [plan[start : start + self._size] for start in range(0, len(plan), self._size)]
         # One is filled, one is read by the device, and one waits in between.
-        contents = [_Contents(self._forms) for _ in batches[:3]]
+        contents = [_Contents(self._forms, self._specs) for _ in batches[:3]]
         reading: list[tuple[_Contents, Sequence[_Planned], list[Future[_Verified]]]] = []
         with ThreadPoolExecutor(_THREADS) as threads:
             for nth, batch in enumerate([*batches, []]):
@@ -256,14 +257,14 @@ class _Loading:
                     continue
                 place, specs = (entry.group_id, entry.slot), self._specs[entry.group_id]
                 try:
-                    name, arrays = unpack_block(
+                    name, rest = unpack_block(
                         data, entry.key, planned.scope, planned.entry.anchor, place, specs
                     )
+                    contents.fill(row, *place, rest)
                 except BadValueError as error:
                     found[entry.key] = str(error)
                 else:
                     found[entry.key] = name
-                    contents.fill(row, *place, arrays)
             return found
 
         return [threads.submit(verify, nth) for nth in range(_THREADS)]
@@ -338,14 +339,16 @@ class _Loading:
         return entry.group_id < len(is_held) and entry.slot < is_held[entry.group_id].shape[1]
 
     def _text_of(self, key: str) -> np.ndarray:
-        """Puts the tokens up to a block's end together."""
+        """Puts the tokens up to a block's end together; the array is there until the next call."""
         parts, at = [], key
         while at and at != self._text[0]:
-            parts.append(np.array(self.names[at].tokens, np.int32))
+            parts.append(self.names[at].tokens)
             at = self.names[at].parent
-        before = [self._text[1]] if at else []
-        self._text = key, np.concatenate([*before, *reversed(parts)])
-        return self._text[1]
+        text = self._text[1] if at else array.array("i")
+        for tokens in reversed(parts):
+            text.extend(tokens)
+        self._text = key, text
+        return np.frombuffer(text, np.int32)
 
 
 class _Contents:
@@ -355,18 +358,27 @@ class _Contents:
       whole: The contents. A program may read them in place: they are cleared when it has ended.
     """
 
-    def __init__(self, forms: BlockContents):
+    def __init__(self, forms: BlockContents, specs: Sequence[Sequence[Any]]):
         self.whole: Any = jax.tree.map(_aligned, forms)
+        # In the order of a value, which need not be the order of a tree.
+        self._bytes = [
+            [_bytes_of(arrays[name]) for name, *_ in each]
+            for arrays, each in zip(self.whole.arrays, specs, strict=True)
+        ]
 
     def clear(self) -> None:
         """Makes all entries no blocks."""
-        for array in (self.whole.num_tokens, *self.whole.is_held):
-            array[...] = 0
+        for each in (self.whole.num_tokens, *self.whole.is_held):
+            each[...] = 0
 
-    def fill(self, row: int, group_id: int, slot: int, arrays: Mapping[str, np.ndarray]) -> None:
-        """Copies the arrays of a block; from any thread."""
-        for name, values in arrays.items():
-            self.whole.arrays[group_id][name][row, slot] = values
+    def fill(self, row: int, group_id: int, slot: int, data: memoryview) -> None:
+        """Copies the bytes of a block's arrays, one after the other; from any thread."""
+        places = [x[row, slot] for x in self._bytes[group_id]]
+        if sum(map(len, places)) != len(data):
+            raise BadValueError("another length than its arrays")
+        values = np.frombuffer(data, np.uint8)
+        for place in places:
+            place[:], values = values[: len(place)], values[len(place) :]
 
     def name(self, row: int, text: np.ndarray, namespace: str, entries: Sequence[Entry]) -> None:
         """Says that a block and those linked to it are there."""
@@ -375,6 +387,12 @@ class _Contents:
         self.whole.namespace[row] = np.frombuffer(bytes.fromhex(namespace), "<u4")
         for entry in entries:
             self.whole.is_held[entry.group_id][row, entry.slot] = True
+
+
+def _bytes_of(values: np.ndarray) -> np.ndarray:
+    """Views the bytes of each block."""
+    num_bytes = values.itemsize * math.prod(values.shape[2:])
+    return values.view(np.uint8).reshape(*values.shape[:2], num_bytes)
 
 
 def _aligned(form: jax.ShapeDtypeStruct) -> np.ndarray:

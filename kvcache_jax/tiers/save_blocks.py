@@ -3,6 +3,7 @@
 import functools
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -99,13 +100,9 @@ def write_blocks(
     keys = [entry.key for block in blocks for entry in block.entries]
     is_there = dict(zip(keys, questions.contains(keys), strict=True))
     new = [block for block in blocks if not all(is_there[entry.key] for entry in block.entries)]
-    num_saved, size = 0, batch_size(cache)
-    for start in range(0, len(new), size):
-        items = [
-            (key, pack_block(name, arrays))
-            for name, key, arrays in read_contents(cache, new[start : start + size], size)
-            if not is_there[key]
-        ]
+    num_saved = 0
+    for _, contents in read_contents(cache, new):
+        items = [(key, pack_block(name, arrays)) for name, key, arrays in contents if not is_there[key]]
         if questions.put(items):
             num_saved += len(items)
             is_there |= dict.fromkeys((key for key, _ in items), True)
@@ -128,28 +125,42 @@ def write_lists(questions: Questions, listed: Listed, *, is_open: bool) -> None:
         write_namespaces(questions, weights, config, [scope.namespace for scope in listed])
 
 
+type Contents = list[tuple[BlockName, str, dict[str, np.ndarray]]]
+"""The name, key and arrays of each block."""
+
+
 def read_contents(
-    cache: Cache, blocks: Sequence[Published], size: int
-) -> Iterator[tuple[BlockName, str, dict[str, np.ndarray]]]:
-    """Yields the name, key and arrays of blocks and of those linked to them; one program exports `size`."""
+    cache: Cache, blocks: Sequence[Published]
+) -> Iterator[tuple[Sequence[Published], Contents]]:
+    """Yields batches of blocks, with the contents of them and of those linked to them.
+
+    A batch is exported by the device while the one before is read.
+    """
     num_blocks = [pool.num_blocks for pool in cache.control.block_pools]
-    nowhere = num_blocks[cache.config.indexed_group]
-    ids = [min(block.ids[0], nowhere) for block in blocks]
-    block_ids = np.array(ids + [nowhere] * (size - len(ids)), np.int32)
-    export = cache.export if isinstance(cache, ShardCache) else functools.partial(_export, cache)
-    exported = jax.device_get(export(block_ids).arrays)
-    for i, block in enumerate(blocks):
-        for name, entry, block_id in zip(block.names, block.entries, block.ids, strict=True):
-            g = name.group_id
-            if block_id < num_blocks[g]:
-                arrays = {array: values[i, name.slot] for array, values in exported[g].items()}
-            else:
-                arrays = {array: kept[block_id - num_blocks[g]] for array, kept in cache.kept[g].items()}
-            yield (
-                name,
-                entry.key,
-                {array: np.asarray(arrays[array]) for array, *_ in array_specs(cache.config, g)},
-            )
+    nowhere, size = num_blocks[cache.config.indexed_group], batch_size(cache)
+    names = [[array for array, *_ in array_specs(cache.config, g)] for g in range(len(num_blocks))]
+    batches = [blocks[start : start + size] for start in range(0, len(blocks), size)]
+    program = cache.export if isinstance(cache, ShardCache) else functools.partial(_export, cache)
+
+    def export(batch: Sequence[Published]) -> Any:
+        ids = [min(block.ids[0], nowhere) for block in batch]
+        return program(np.array(ids + [nowhere] * (size - len(ids)), np.int32)).arrays
+
+    programs = map(export, batches)
+    following = next(programs, None)
+    for batch in batches:
+        present, following = following, next(programs, None)
+        exported, contents = jax.device_get(present), []
+        for i, block in enumerate(batch):
+            for name, entry, block_id in zip(block.names, block.entries, block.ids, strict=True):
+                g = name.group_id
+                if block_id < num_blocks[g]:
+                    arrays = {array: exported[g][array][i, name.slot] for array in names[g]}
+                else:
+                    at = block_id - num_blocks[g]
+                    arrays = {array: np.asarray(cache.kept[g][array][at]) for array in names[g]}
+                contents.append((name, entry.key, arrays))
+        yield batch, contents
 
 
 def checked_weights(weights: str) -> str:

@@ -1,15 +1,15 @@
 """Blocks as bytes for stores, and their keys: whatever comes back is compared with what was asked.
 
 A value is one block of one layer group: a fixed part, a header in JSON, then the arrays' bytes. Its key is a
-digest of all that the contents depend on: weights, config, namespace, the block's tokens, and those before by
-the key of the block before.
+digest of the header up to the arrays' forms, which names all that the contents depend on: weights, config,
+namespace, the block's tokens, and those before by the key of the block before. The config says the forms.
 """
 
 import functools
 import hashlib
 import json
-import math
 import struct
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,11 +21,15 @@ from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.layers.layer_kind import kind_to_json
 from kvcache_jax.tiers.block_store import Data
 
-_FORMAT = 1
+_FORMAT = 2
 _MAGIC = b"kvblocks"
-# Magic, format, bytes of the header, bytes after it; then a digest of these and of all that follows.
+# Magic, format, bytes of the header, bytes after it; then a CRC-32 of these and of all that follows. It is
+# there for faults of disks and networks, of which it misses one in 2**32: who forges a value could compute a
+# longer sum too, and other keys' values are known by the digest that a key is.
 _FIXED = struct.Struct("<8sIIQ")
-_SUM_BYTES = 32
+_SUM_BYTES = 4
+# What a block's key is a digest of ends here in its header: in JSON no text within quotes looks so.
+_ARRAYS = b', "arrays": '
 
 type Arrays = Mapping[str, np.ndarray]
 """A block's arrays by name, `[num_layers, *shape]`."""
@@ -72,7 +76,7 @@ class BlockName(NamedTuple):
         return {
             **self.scope._asdict(),
             "parent": self.parent,
-            "tokens": list(self.tokens),
+            "tokens": self.tokens,
             "group": self.group_id,
             "slot": self.slot,
         }
@@ -80,13 +84,17 @@ class BlockName(NamedTuple):
     @property
     def key(self) -> str:
         """The key in stores."""
-        return key_of("block", self.header)
+        return _key_of("block", json.dumps(self.header).encode())
 
 
 def key_of(what: str, words: Mapping[str, Any]) -> str:
     """Computes the key of a value from all that it depends on, as 64 hexadecimal digits."""
-    text = json.dumps([_FORMAT, what, words], sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=32, person=b"kvcache_jax").hexdigest()
+    return _key_of(what, json.dumps(words, sort_keys=True).encode())
+
+
+def _key_of(what: str, text: bytes) -> str:
+    person = f"kvcache_jax {_FORMAT}".encode()
+    return hashlib.blake2b(what.encode() + text, digest_size=32, person=person).hexdigest()
 
 
 def digest(*values: Any) -> str:
@@ -143,7 +151,7 @@ def array_specs(config: CacheConfig, group_id: int) -> list[list[Any]]:
     ]
 
 
-def pack(header: Mapping[str, Any], parts: Sequence[Any]) -> bytes:
+def pack(header: Any, parts: Sequence[Any]) -> bytes:
     """Builds a value of a header and the bytes of `parts`."""
     text = json.dumps(header).encode()
     fixed = _FIXED.pack(_MAGIC, _FORMAT, len(text), sum(map(len, parts)))
@@ -152,6 +160,12 @@ def pack(header: Mapping[str, Any], parts: Sequence[Any]) -> bytes:
 
 def unpack(data: Data) -> tuple[dict[str, Any], memoryview]:
     """Reads a value's header, and the bytes after it without a copy; raises `BadValueError`."""
+    header, _, rest = _unpack(data)
+    return header, rest
+
+
+def _unpack(data: Data) -> tuple[dict[str, Any], bytes, memoryview]:
+    """Reads a value's header, the text of it, and the bytes after it."""
     view, start = memoryview(data).cast("B"), _FIXED.size + _SUM_BYTES
     if len(view) < start:
         raise BadValueError("cut short")
@@ -164,13 +178,14 @@ def unpack(data: Data) -> tuple[dict[str, Any], memoryview]:
         raise BadValueError("another length than its header says")
     if _checksum(view[: _FIXED.size], view[start:]) != view[_FIXED.size : start]:
         raise BadValueError("wrong checksum")
+    text = bytes(view[start : start + header_bytes])
     try:
-        header = json.loads(bytes(view[start : start + header_bytes]))
+        header = json.loads(text)
     except ValueError as error:
         raise BadValueError("no header") from error
     if not isinstance(header, dict):
         raise BadValueError("no header")
-    return header, view[start + header_bytes :]
+    return header, text, view[start + header_bytes :]
 
 
 def pack_block(name: BlockName, arrays: Arrays) -> bytes:
@@ -182,7 +197,7 @@ def pack_block(name: BlockName, arrays: Arrays) -> bytes:
 
 def unpack_block(
     data: Data, key: str, scope: Scope, parent: str, place: tuple[int, int], specs: list[list[Any]]
-) -> tuple[BlockName, dict[str, np.ndarray]]:
+) -> tuple[BlockName, memoryview]:
     """Reads a block that was asked for by `key`; raises `BadValueError` where it is anything else.
 
     Args:
@@ -194,9 +209,10 @@ def unpack_block(
       specs: Of the arrays, see `array_specs`.
 
     Returns:
-      The block's name, whose tokens the key was computed from; and its arrays.
+      The block's name, whose tokens the key was computed from; and the bytes of its arrays, one after the
+      other, whose number is still to be compared.
     """
-    header, rest = unpack(data)
+    header, text, rest = _unpack(data)
     expected = BlockName(scope, parent, (), *place).header | {"arrays": specs}
     for field, value in expected.items():
         if field != "tokens" and header.get(field) != value:
@@ -204,25 +220,15 @@ def unpack_block(
                 f"of other {field}" if field in ("weights", "arrays") else f"of another {field}"
             )
     tokens = header.get("tokens")
-    if not (isinstance(tokens, list) and all(isinstance(token, int) for token in tokens)):
+    if not (isinstance(tokens, list) and {*map(type, tokens)} <= {int}):
         raise BadValueError("no header")
-    name = BlockName(scope, parent, tuple(tokens), *place)
-    if name.key != key:
+    if _key_of("block", text.partition(_ARRAYS)[0] + b"}") != key:
         raise BadValueError("of other tokens")
-    arrays, start = {}, 0
-    for array, dtype, shape in specs:
-        size = jnp.dtype(dtype).itemsize * math.prod(shape)
-        if start + size > len(rest):
-            raise BadValueError("another length than its arrays")
-        arrays[array] = np.frombuffer(rest[start : start + size], jnp.dtype(dtype)).reshape(shape)
-        start += size
-    if start != len(rest):
-        raise BadValueError("another length than its arrays")
-    return name, arrays
+    return BlockName(scope, parent, tuple(tokens), *place), rest
 
 
 def _checksum(*parts: Any) -> bytes:
-    total = hashlib.sha256()
+    total = 0
     for part in parts:
-        total.update(part)
-    return total.digest()
+        total = zlib.crc32(part, total)
+    return total.to_bytes(_SUM_BYTES, "little")

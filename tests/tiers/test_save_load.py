@@ -317,7 +317,7 @@ def test_values_whose_headers_lie():
     for data, reason in (
         (b"", "cut short"),
         (b"x" * 100, "no block"),
-        (value[:8] + b"\x02" + value[9:], "another format"),
+        (value[:8] + b"\x01" + value[9:], "another format"),
         (pack([1, 2], [rest]), "no header"),
     ):
         store.put([(key, data)])
