@@ -237,28 +237,45 @@ def test_rows_read_their_own_where_sharing_has_no_use_or_no_meaning(why):
         assert plans_of(config, 9 if why == "wide" else 1)[0].shared is None
 
 
+PROMPT = np.random.default_rng(1).integers(0, tiny_model.VOCAB, 150).tolist()
+DRAWN = dict(num_blocks=80, block_size=BLOCK, max_seqs=6, max_seq_len=200)
+
+
 @pytest.mark.slow
-def test_samples_and_requests_of_one_prompt_draw_the_same_tokens():
-    """By `generate` and by the engine with its prefix cache: shared columns change no token."""
-    params = tiny_model.make_params()
-    prompt = np.random.default_rng(1).integers(0, tiny_model.VOCAB, 150).tolist()
+def test_samples_of_a_prompt_are_the_same_together_and_apart():
     sampling = kv.decoding.SamplingParams(temperature=1.0, seed=3)
-    found = []
-    for tile_tokens in (None, 256):
-        sizes = dict(num_blocks=80, block_size=BLOCK, max_seqs=6, max_seq_len=200)
-        config = tiny_model.config(**sizes, tile_tokens=tile_tokens)
-        result = kv.generate(
-            tiny_model.forward, params, [prompt], config, max_new_tokens=8, num_samples=6, sampling=sampling
-        )
-        found.append([generation.tokens for generation in result.generations])
-        config = dataclasses.replace(config, enable_prefix_caching=True)
-        engine = kv.Engine(tiny_model.forward, params, config, token_budget=60)
-        for i in range(6):
-            engine.push([kv.GenerationRequest([*prompt, i], 6, id=i, sampling=sampling)])
-            engine.drain()
-        texts = {}
+    together, apart = (
+        kv.generate(
+            tiny_model.forward,
+            tiny_model.make_params(),
+            [PROMPT],
+            tiny_model.config(**DRAWN, tile_tokens=tile_tokens),
+            max_new_tokens=8,
+            num_samples=6,
+            sampling=sampling,
+        ).generations
+        for tile_tokens in (None, 256)
+    )
+    texts = [one.tokens for one in together]
+    assert texts == [other.tokens for other in apart] and len({*map(tuple, texts)}) > 1
+
+
+@pytest.mark.slow
+def test_requests_that_hit_one_prefix_answer_as_the_model_without_a_cache():
+    params = tiny_model.make_params()
+    config = tiny_model.config(**DRAWN, enable_prefix_caching=True)
+    engine = kv.Engine(tiny_model.forward, params, config, token_budget=60)
+    engine.push([kv.GenerationRequest(PROMPT, 1, id=-1)])  # publishes the prompt
+    while engine.num_unfinished:
+        engine.drain()
+    engine.take_events()
+    left = [kv.GenerationRequest([*PROMPT, i], 4, id=i) for i in range(6)]
+    texts = {i: [*PROMPT, i] for i in range(6)}
+    while left or engine.num_unfinished:
+        left = left[engine.push(left) :]
+        engine.drain()
         for event in engine.take_events():
-            texts.setdefault(event.id, []).extend(event.tokens)
-        found.append(texts)
-    assert found[0] == found[2] and len({*map(tuple, found[0])}) > 1
-    assert found[1] == found[3] and len(found[1]) == 6
+            texts[event.id].extend(event.tokens)
+    for i, text in texts.items():
+        logits = tiny_model.dense_logits(params, text[:-1])[len(PROMPT) :]
+        assert text[len(PROMPT) + 1 :] == jnp.argmax(logits, axis=-1).tolist() and len(text) == 155, i
