@@ -1,8 +1,10 @@
 """Question: what does attention take in rows that share a prompt, read once and read by each row?
 
 Command: python -m experiments.shared_prefix [--turns N] [--json]
-Machine: @MACHINE@
-Answer:  @ANSWER@
+Machine: 2 cores of an AMD EPYC, much other work beside it; jax 0.12.0.1
+Answer:  64 samples of 768 tokens: 4.8 times less together (bar: 3), with 8 heads of 32 2.3. 8 full rows of
+  4,096 tokens that share nothing: 0.79 times the time apart (bar: 1.05). Rounds differ several fold, by the
+  other work: an idle machine would tell more.
 Record:  experiments/results/shared_prefix.json
 
 Rows of a cache in float32 decode a token. A step is `extend`, attention of four layers and `truncate`, in one
@@ -23,7 +25,7 @@ import kvcache_jax as kv
 from experiments.common import command, timing
 from experiments.common.report import add_options, at_least, at_most, deliver, show_bars, show_provenance
 
-NUM_LAYERS, HEAD_DIM, OWN = 4, 64, 32
+NUM_LAYERS, HEAD_DIM, OWN, PIECE = 4, 64, 32, 128
 MOST_DIFFERENCE = 1e-5
 LEAST_GAIN, MOST_LOSS = 3.0, 1.05
 
@@ -80,9 +82,9 @@ class Side:
 
     def _append(self, case: Case, lengths: list[int]) -> None:
         left = np.asarray(lengths)
+        new = self._random(NUM_LAYERS, case.rows, PIECE, case.kv_heads, HEAD_DIM)
         while left.any():
-            num_new = np.minimum(left, 256)
-            new = self._random(NUM_LAYERS, case.rows, 256, case.kv_heads, HEAD_DIM)
+            num_new = np.minimum(left, PIECE)
             self.cache, step = _append(self.cache, new, num_new)
             kv.raise_for_status(step.status, "append")
             left = left - num_new
