@@ -116,7 +116,7 @@ def _step(cache: kv.Cache, q: jax.Array, k: jax.Array) -> tuple[kv.Cache, jax.Ar
 
 
 def measure(case: Case, num_turns: int) -> dict[str, Any]:
-    """Has both sides take turns; raises where their results differ."""
+    """Times both sides in turns; raises where their results differ."""
     together, apart = (Side(case, tile_tokens) for tile_tokens in (None, 256))
     difference = float(jnp.abs(together.out - apart.out).max())
     if not difference <= MOST_DIFFERENCE:

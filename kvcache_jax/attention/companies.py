@@ -29,7 +29,7 @@ def fold_shared[T](
     cut: Callable[[AttentionPlan, int, int, int | None], Tiles],
     block_size: int,
 ) -> T:
-    """Folds each row's tiles into its state, as `lanes.fold` does, those of shared columns first.
+    """Folds each row's tiles into its state, as `lanes.fold` does, beginning with shared columns.
 
     Args:
       add: As in `lanes.fold`, like `state`.
