@@ -1,20 +1,38 @@
-"""The attention plan of a step: the blocks that its rows read, computed once for all layers."""
+"""The attention plan of a step: the blocks that its rows read, computed once for all layers.
+
+Rows with a common past (samples of a prompt, hits of a prefix, tokens of one row in a packed step) have the
+same block ids at the start of their tables. Some such rows, of `_MOST_QUERIES` queries in all, are a
+*company*: their queries meet each tile of the common columns as the queries of one row would, and go on by
+themselves from there.
+
+References:
+  Hydragen (Juravsky et al.; arXiv:2402.05099) and ChunkAttention (Ye et al.; arXiv:2402.15220).
+"""
 
 import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from kvcache_jax.arrays.masked_updates import get_at, quotient
+from kvcache_jax.arrays.masked_updates import first_true, get_at, quotient, rank_true, set_at
 from kvcache_jax.arrays.sharding import axis_of_types, axis_to_map, num_local
 from kvcache_jax.attention.recurrent_plan import plan_recurrence
-from kvcache_jax.core.backends import Backend
+from kvcache_jax.core.backends import MAX_DECODE_QUERIES, Backend, target_device
 from kvcache_jax.core.choose_backend import choose
+from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.holes import Holes
-from kvcache_jax.core.state import AttentionPlan, Cache, KVPool, Step, row_len
+from kvcache_jax.core.state import AttentionPlan, Cache, KVPool, SharedColumns, Step, row_len
 from kvcache_jax.layers.layer_group import LayerGroup
-from kvcache_jax.layers.span import Span
+from kvcache_jax.layers.span import Span, ceil_div
+
+# Queries of a company: so many that its products are of matrices, and that reading takes little of the time.
+_MOST_QUERIES = 16
+# Where a company has places for more, fewer members cost more than they save.
+_LEAST_MEMBERS = 4
+# Columns are compared so many tokens at a time; less than twice as many in common are not worth it.
+STRIDE_TOKENS = 64
 
 
 def plan_attention(
@@ -68,6 +86,9 @@ def plan_attention(
                 num_columns=block_pool.max_blocks_per_seq,
             )
             plan = dataclasses.replace(plan, work=tuple(work))
+        elif backend.attend(width) is None and _may_share(plan, group, config, width):
+            shared = find_shared(plan, block_pool.block_table, group, width)
+            plan = dataclasses.replace(plan, shared=shared)
         plans.append(plan)
     return dataclasses.replace(step, plans=tuple(plans)).watched()
 
@@ -102,6 +123,77 @@ def plan_rows(
         num_keys=num_keys,
         holes=holes,
     )
+
+
+def _may_share(plan: AttentionPlan, group: LayerGroup, config: CacheConfig, num_queries: int) -> bool:
+    """Tests whether rows of `num_queries` tokens that XLA serves look for columns in common (static).
+
+    On an accelerator every loop is a wait for the host. Wide rows share a tile among many queries as it is.
+    """
+    is_plain = plan.positions is None and plan.num_keys is None and plan.holes is None
+    is_free = config.tile_tokens is None and config.context_axis is None
+    is_free &= jax.sharding.get_abstract_mesh().empty and target_device().platform == "cpu"
+    is_long = group.max_len > 2 * STRIDE_TOKENS and plan.table_row.shape[0] > 1
+    return is_plain and is_free and is_long and group.span.keeps_all and num_queries <= MAX_DECODE_QUERIES
+
+
+def find_shared(
+    plan: AttentionPlan, block_table: jax.Array, group: LayerGroup, num_queries: int
+) -> SharedColumns:
+    """Finds rows with full columns in common, all before the first query of each.
+
+    Stride by stride rows are compared with all others, as long as enough of any are alike: where none share a
+    beginning, once. A row's company are rows with which it shares the most.
+    """
+    num_rows = plan.table_row.shape[0]
+    stride = ceil_div(STRIDE_TOKENS, group.block_size)
+    num_places = max(2, _MOST_QUERIES // num_queries)
+    least = min(_LEAST_MEMBERS, num_places)
+    order = jnp.arange(num_rows, dtype=jnp.int32)
+    num_strides = quotient(plan.first_position, stride * group.block_size)
+    num_strides = jnp.where(plan.num_queries > 0, num_strides, 0)
+
+    def compare(carry):
+        n, is_alike, leader, depth, _ = carry
+        columns = n * stride + jnp.arange(stride, dtype=jnp.int32)
+        ids = get_at(block_table, (plan.table_row[:, None], columns[None]), 0)
+        is_alike &= _equal(ids[:, -1]) & _both(num_strides > n)
+        first = first_true(is_alike)
+        is_equal = (ids == get_at(ids, first, 0)).all(axis=1)
+        is_alike &= _both(is_equal)
+        is_shared = jnp.sum(is_alike, axis=1, dtype=jnp.int32) >= least
+        leader, depth = jnp.where(is_shared, first, leader), jnp.where(is_shared, n + 1, depth)
+        return n + 1, is_alike, leader, depth, is_shared.any()
+
+    carry = jnp.int32(0), jnp.ones((num_rows, num_rows), bool), order, 0 * order, jnp.bool(True)
+    _, _, leader, depth, _ = lax.while_loop(lambda carry: carry[-1], compare, carry)
+    # Rows of one beginning that end it alike.
+    is_alike = _equal(leader) & _equal(depth) & _both(depth >= 2)
+    nth = jnp.sum(is_alike & (order[None] < order[:, None]), axis=1, dtype=jnp.int32)
+    place = lax.rem(nth, jnp.full_like(nth, num_places))
+    num_together = jnp.sum(is_alike, axis=1, dtype=jnp.int32) - (nth - place)
+    is_member = num_together >= least
+    rank, _ = rank_true(is_member & (place == 0))
+    first = first_true(is_alike & (nth[None] == (nth - place)[:, None]))
+    num_companies = num_rows // 2
+    company = jnp.where(is_member, get_at(rank, first, num_companies), num_companies)
+    num_shared = jnp.where(is_member, depth * stride, 0)
+    members = jnp.full((num_companies, num_places), num_rows, jnp.int32)
+    return SharedColumns(
+        members=set_at(members, (company, place), order),
+        num_columns=set_at(jnp.zeros(num_companies, jnp.int32), company, num_shared),
+        num_of_row=num_shared,
+    )
+
+
+def _equal(values: jax.Array) -> jax.Array:
+    """Masks the pairs of equal entries, bool[n, n]."""
+    return values[:, None] == values[None]
+
+
+def _both(mask: jax.Array) -> jax.Array:
+    """Masks the pairs of true entries, bool[n, n]."""
+    return mask[:, None] & mask[None]
 
 
 def last_position(

@@ -26,7 +26,7 @@ _TILE_TOKENS = 2048
 _TILE_BYTES = 256 * 1024 * 1024
 # On a CPU, bytes of a trip's keys or of its logits: as much as stays in a core's cache until it was used.
 _CPU_TILE_BYTES = 512 * 1024
-_MIN_TILE_TOKENS = 256
+MIN_TILE_TOKENS = 256
 MASKED = -1e30
 
 
@@ -115,8 +115,8 @@ def _sizes(group: LayerGroup, q_shape: tuple[int, ...], tile_tokens: int | None)
     token_bytes = num_heads * max(4 * num_logits, itemsize * key_dim)
     if target_device().platform != "cpu":
         most = min(_TILE_TOKENS, _TILE_BYTES // (num_rows * token_bytes))
-        return tile_tokens or max(_MIN_TILE_TOKENS, most), num_rows
-    tokens = tile_tokens or max(_MIN_TILE_TOKENS, _CPU_TILE_BYTES // (num_rows * token_bytes))
+        return tile_tokens or max(MIN_TILE_TOKENS, most), num_rows
+    tokens = tile_tokens or max(MIN_TILE_TOKENS, _CPU_TILE_BYTES // (num_rows * token_bytes))
     return tokens, min(num_rows, max(1, _CPU_TILE_BYTES // (tokens * token_bytes)))
 
 

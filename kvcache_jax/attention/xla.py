@@ -23,9 +23,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvcache_jax.arrays.masked_updates import common_bound, get_at
+from kvcache_jax.attention.companies import fold_shared
 from kvcache_jax.attention.lanes import fold
 from kvcache_jax.attention.tiles import (
     MASKED,
+    Tiles,
     by_head,
     by_query,
     product,
@@ -55,8 +57,7 @@ def forward(
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the results f32[r, t, h, g, e] and lse f32[r, t, h, g]; see `Backend.decode`."""
     num_queries, num_blocks = q.shape[1], pool.num_rows // group.num_layers
-    cut = tiles(pool, block_table, plan, group, layer, num_blocks, q.shape, tile_tokens)
-    read = keys_values_shapes(pool, group, weights)
+    shape, read = q.shape, keys_values_shapes(pool, group, weights)
     peak = jnp.full_like(q[..., 0], MASKED, jnp.float32)
     if sink_logits is not None:
         peak = peak * 0 + sink_logits[None, None]
@@ -88,7 +89,17 @@ def forward(
     # A sink takes weight and adds no value: the sum begins with its share, exp(sink - peak) = 1.
     total = jnp.zeros_like(peak) if sink_logits is None else jnp.ones_like(peak)
     out = _zeros_of_width(q, read.v.shape[-1])
-    peak, total, out = fold(add_tile, (peak, total, out), q, plan, cut)
+
+    def cut(plan: AttentionPlan, rows: int, width: int, tile_tokens: int | None) -> Tiles:
+        wide = (rows, width * num_queries, *shape[2:])
+        return tiles(pool, block_table, plan, group, layer, num_blocks, wide, tile_tokens)
+
+    state = peak, total, out
+    if plan.shared is None:
+        state = fold(add_tile, state, q, plan, cut(plan, shape[0], 1, tile_tokens))
+    else:
+        state = fold_shared(add_tile, state, q, plan, plan.shared, cut, group.block_size)
+    peak, total, out = state
     is_empty = (peak <= MASKED) | ~is_query
     total = jnp.where(is_empty, 1, total)
     out = jnp.where(is_empty[..., None], 0, out / total[..., None])
@@ -132,7 +143,7 @@ def save(
         ids = jnp.arange(num_blocks, dtype=jnp.int32)
         table, table_row = block_table, plan.table_row
     rows = block_rows(ids, layer, num_blocks, pool.num_rows)
-    plan = dataclasses.replace(plan, table_row=table_row, work=())
+    plan = dataclasses.replace(plan, table_row=table_row, work=(), shared=None)
     return Saved(rows, jax.tree.map(lambda x: get_at(x, rows), pool), table, plan)
 
 

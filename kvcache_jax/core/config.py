@@ -80,7 +80,9 @@ class CacheConfig:
         so. All else is on every device alike. XLA's attention alone knows how.
       tile_tokens: Tokens of a row that XLA's attention reads at a time. Default: on accelerators 2,048,
         or fewer of so many rows that a tile's keys would take more than 256 MiB; on CPUs as many as stay
-        in a core's cache, 256 at least, of as many rows as fit there.
+        in a core's cache, 256 at least, of as many rows as fit there. There rows that decode after
+        the same first blocks, 4 of them at least, read these together, in layers that keep all tokens. With a
+        number each row reads its own tiles, whichever rows are beside it.
 
     Raises:
       ValueError, TypeError: for absurd sizes and unknown options; names got, expected and the fix.

@@ -297,6 +297,21 @@ class Admission:
     num_promoted: jax.Array
 
 
+@pytree_dataclass()
+class SharedColumns:
+    """The first columns of a block table that rows of an `AttentionPlan` read together, by companies.
+
+    Attributes:
+      members: i32[c, p], rows of the plan in each company, `r` where there are fewer.
+      num_columns: i32[c], columns that the company's rows have in common; 0 for a company of none.
+      num_of_row: i32[r], columns of each row that its company reads; 0 for a row without one.
+    """
+
+    members: jax.Array
+    num_columns: jax.Array
+    num_of_row: jax.Array
+
+
 @pytree_dataclass(Static("within", span_to_json, span_from_json))
 class AttentionPlan:
     """The columns of a group's block table that a step's queries read; shared by all its layers.
@@ -316,6 +331,7 @@ class AttentionPlan:
       first_offset: i32[r], of the part of every block that a device has; None for whole blocks.
       within: Span (static) that queries do not see beyond, whatever the kind's span; None for no other.
       work: From the backend's `plan`; () for a backend without one.
+      shared: Columns that rows read together; None where each reads its own.
     """
 
     table_row: jax.Array
@@ -329,10 +345,11 @@ class AttentionPlan:
     first_offset: jax.Array | None = None
     within: Span | None = None
     work: tuple[jax.Array, ...] = ()
+    shared: SharedColumns | None = None
 
     def of_rows(self, rows: jax.Array) -> "AttentionPlan":
         """Reads the plan of `rows` i32[n] of its rows; an entry that is no row reads nothing."""
-        return jax.tree.map(lambda x: get_at(x, rows, 0), dataclasses.replace(self, work=()))
+        return jax.tree.map(lambda x: get_at(x, rows, 0), dataclasses.replace(self, work=(), shared=None))
 
 
 @pytree_dataclass()

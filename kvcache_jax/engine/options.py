@@ -8,6 +8,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from kvcache_jax.arrays.number_checks import finite_number, static_count, static_flag
+from kvcache_jax.attention.tiles import MIN_TILE_TOKENS
 from kvcache_jax.core.backends import XLA
 from kvcache_jax.core.choose_backend import implementation_of
 from kvcache_jax.core.config import CacheConfig, ceil_div
@@ -277,11 +278,16 @@ def check_options(options: Options, config: CacheConfig, **hooks: Callable | Non
 
 
 def batch_invariant_config(config: CacheConfig) -> CacheConfig:
-    """Asks for XLA's attention; refuses kernels, whose splits of a row depend on the other rows."""
+    """Asks for XLA's attention, in tiles of one length; refuses kernels.
+
+    How a kernel splits a row may depend on other rows. Without a fixed length rows read what they share
+    together.
+    """
     name = implementation_of(config)
     if name not in (None, XLA):
         raise ValueError(
             f"batch_invariant is True and implementation {name!r}, expected 'xla': how a "
             "kernel splits a row, and so how it rounds, may depend on the other rows"
         )
-    return dataclasses.replace(config, implementation=XLA)
+    tile_tokens = config.tile_tokens or MIN_TILE_TOKENS
+    return dataclasses.replace(config, implementation=XLA, tile_tokens=tile_tokens)
