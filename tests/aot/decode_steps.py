@@ -178,7 +178,7 @@ STEPS = (
     _GENERATE(STACK),
     _GENERATE(SINGLE, limits=Limits(launches=312)),
     _ENGINE(STACK),
-    _ENGINE(SINGLE, limits=Limits(launches=330)),
+    _ENGINE(SINGLE, limits=Limits(launches=324)),
     _PROMPTS(SINGLE, limits=Limits(launches=560, traffic=1.75)),
 )
 
