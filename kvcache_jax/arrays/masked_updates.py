@@ -13,6 +13,13 @@ from jax.typing import ArrayLike
 
 Index = ArrayLike | tuple[ArrayLike, ...]
 
+_FEW_ENTRIES, _FEW_PAIRS = 31, 2048
+"""Entries, and pairs of them with places, that are compared with each other.
+
+A scatter is a launch of its own; comparisons become part of what is computed before and after them, on GPUs
+as long as they reduce less than a warp of entries.
+"""
+
 
 def get_at(array: jax.Array, index: Index, fill: float | None = None) -> jax.Array:
     """Reads `array` at `index`: i32[...], or one per leading axis.
@@ -62,7 +69,29 @@ def max_at(array: jax.Array, index: Index, values: ArrayLike) -> jax.Array:
 def _update(array: jax.Array, index: Index, values: ArrayLike, how: str) -> jax.Array:
     array = jnp.asarray(array)
     values = jnp.asarray(values, array.dtype)
+    if not isinstance(index, tuple) and _are_few(jnp.size(index), array.size):
+        return _update_all(array, jnp.asarray(index), values, how)
     return getattr(array.at[index], how)(values, mode="drop", wrap_negative_indices=False)
+
+
+def _are_few(num_entries: int, size: int) -> bool:
+    return 0 < num_entries <= _FEW_ENTRIES and num_entries * size <= _FEW_PAIRS
+
+
+def _update_all(array: jax.Array, index: jax.Array, values: jax.Array, how: str) -> jax.Array:
+    """Looks at each place of `array` which entries of `index` name it; of equal ones the last is set."""
+    values = jnp.broadcast_to(values, (*index.shape, *array.shape[1:])).reshape(-1, *array.shape[1:])
+    places = lax.broadcasted_iota(index.dtype, (index.size, array.shape[0]), 1)
+    is_it = places == index.reshape(-1, 1)
+    if how == "set":
+        entry = jnp.max(jnp.where(is_it, lax.broadcasted_iota(jnp.int32, is_it.shape, 0), -1), axis=0)
+        is_named = jnp.expand_dims(entry >= 0, range(1, array.ndim))
+        return jnp.where(is_named, get_at(values, entry), array)
+    is_it = jnp.expand_dims(is_it, range(2, array.ndim + 1))
+    if how == "add":
+        return array + jnp.sum(jnp.where(is_it, values[:, None], 0), axis=0, dtype=array.dtype)
+    combine, reduce = {"min": (jnp.minimum, jnp.min), "max": (jnp.maximum, jnp.max)}[how]
+    return combine(array, reduce(jnp.where(is_it, values[:, None], array[None]), axis=0))
 
 
 def count_down(counts: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -72,32 +101,44 @@ def count_down(counts: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Arra
     """
     left = add_at(counts, index, -1)
     is_zero, left = read_first(get_at(left, index, 1) == 0, left)
-    is_last, left = last_of_equal(left, is_zero, index)
-    return set_at(left, jnp.where(is_last, index, left.shape[0]), 0), is_last
+    is_last, left = last_of_equal(left, is_zero, index, held=0)
+    return left, is_last
 
 
-def first_of_equal(array: jax.Array, mask: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+def first_of_equal(
+    array: jax.Array, mask: jax.Array, index: jax.Array, held: int | None = None
+) -> tuple[jax.Array, jax.Array]:
     """Finds the first of the masked entries of `index` that are equal, bool[...].
 
-    `array` i32[m], not negative, is lent for marks: it comes back negative at the places of masked entries,
-    which the caller must set again.
+    `array` i32[m], not negative, is lent for marks. Where it is `held` at the places of all masked entries it
+    comes back as it was; else these may be negative, and the caller must set them again.
     """
     order = lax.iota(jnp.int32, index.size).reshape(index.shape)
-    return _marked_of_equal(array, mask, index, order - index.size)
+    return _marked_of_equal(array, mask, index, order - index.size, held)
 
 
-def last_of_equal(array: jax.Array, mask: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+def last_of_equal(
+    array: jax.Array, mask: jax.Array, index: jax.Array, held: int | None = None
+) -> tuple[jax.Array, jax.Array]:
     """Finds the last of equal entries, as `first_of_equal`."""
     order = lax.iota(jnp.int32, index.size).reshape(index.shape)
-    return _marked_of_equal(array, mask, index, -1 - order)
+    return _marked_of_equal(array, mask, index, -1 - order, held)
 
 
 def _marked_of_equal(
-    array: jax.Array, mask: jax.Array, index: jax.Array, mark: jax.Array
+    array: jax.Array, mask: jax.Array, index: jax.Array, mark: jax.Array, held: int | None
 ) -> tuple[jax.Array, jax.Array]:
     """Finds the masked entry with the least of the negative `mark` i32[...] at each place."""
+    if _are_few(index.size, index.size):
+        places, marks = jnp.where(mask, index, array.shape[0]).reshape(-1), mark.reshape(-1)
+        is_beaten = (places[:, None] == places[None]) & (marks[:, None] < marks[None])
+        is_found = mask & _is_inside((index,), array.shape) & ~is_beaten.any(axis=0).reshape(index.shape)
+        return is_found, array
     marked = min_at(array, jnp.where(mask, index, array.shape[0]), mark)
-    return read_first(mask & (get_at(marked, index, 0) == mark), marked)
+    is_found, marked = read_first(mask & (get_at(marked, index, 0) == mark), marked)
+    if held is not None:
+        marked = set_at(marked, jnp.where(is_found, index, array.shape[0]), held)
+    return is_found, marked
 
 
 def run_if[T](condition: jax.Array, fn: Callable[[T], T], state: T) -> T:

@@ -97,8 +97,8 @@ def revive(pool: BlockPool, block_ids: jax.Array) -> tuple[BlockPool, jax.Array]
     """Does what `reuse` does but to sweep the queue; masks the first entry of each cached block."""
     assert pool.cached is not None
     # An id that repeats leaves the cached blocks once, and gains an owner for each time.
-    is_revived, ref_count = first_of_equal(pool.ref_count, has_no_owner(pool.ref_count, block_ids), block_ids)
-    ref_count = set_at(ref_count, jnp.where(is_revived, block_ids, pool.num_blocks), 0)
+    is_unowned = has_no_owner(pool.ref_count, block_ids)
+    is_revived, ref_count = first_of_equal(pool.ref_count, is_unowned, block_ids, held=0)
     cached = dataclasses.replace(pool.cached, num_cached=pool.cached.num_cached - num_true(is_revived))
     pool = share(dataclasses.replace(pool, ref_count=ref_count, cached=cached), block_ids)
     return _note_peak(pool), is_revived

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from kvcache_jax.arrays.masked_updates import get_at, set_at
+from kvcache_jax.arrays.masked_updates import add_at, get_at, set_at
 from kvcache_jax.arrays.pytree import Static, pytree_dataclass
 from kvcache_jax.core.cache_form import summary
 from kvcache_jax.core.config import CacheConfig, config_from_json, config_to_json
@@ -477,6 +477,6 @@ def mark_used(control: Control, rows: jax.Array, **fields: ArrayLike) -> Control
         control,
         clock=clock,
         last_used=set_at(control.last_used, rows, clock),
-        num_uses=control.num_uses.at[rows].add(jnp.uint32(1), mode="drop"),
+        num_uses=add_at(control.num_uses, rows, 1),
         **updated,
     )

@@ -101,7 +101,7 @@ def plan_prompts(state: EngineState, options: Options) -> PromptPieces:
     num_new = jnp.minimum(want, (num_pieces - jnp.minimum(begin, num_pieces)) * piece_len)
 
     piece = jnp.arange(num_pieces, dtype=jnp.int32)
-    rank = jnp.searchsorted(end, piece, side="right").astype(jnp.int32)
+    rank = jnp.searchsorted(end, piece, side="right", method="scan_unrolled").astype(jnp.int32)
     row = get_at(order, rank, max_seqs)
     nth = jnp.where(row < max_seqs, piece - get_at(begin, rank, 0), 0)
     num_tokens = jnp.clip(get_at(num_new, rank, 0) - nth * piece_len, 0, piece_len)

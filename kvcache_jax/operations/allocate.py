@@ -345,8 +345,7 @@ def with_blocks(
         if pool.cached is not None:
             # A hit that no row holds is no longer available for others, however many rows revive it.
             is_unowned = wants[:, None] & block_pool.has_no_owner(ref_count, ids)
-            is_revived, ref_count = first_of_equal(ref_count, is_unowned, ids)
-            ref_count = set_at(ref_count, jnp.where(is_unowned, ids, pool.num_blocks), 0)
+            is_revived, ref_count = first_of_equal(ref_count, is_unowned, ids, held=0)
             need += num_true(is_revived)
         needed.append(need)
         counts.append(ref_count)

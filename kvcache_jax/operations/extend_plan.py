@@ -73,7 +73,7 @@ def packed_tokens(num_new: jax.Array, num_tokens: int) -> NewTokens:
     ends = jnp.cumsum(jnp.clip(num_new, 0, num_tokens + 1), dtype=jnp.int32)
     starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends])
     order = jnp.arange(num_tokens, dtype=jnp.int32)
-    row = jnp.searchsorted(ends, order, side="right").astype(jnp.int32)
+    row = jnp.searchsorted(ends, order, side="right", method="scan_unrolled").astype(jnp.int32)
     return NewTokens(row, order - starts[row], starts, (num_tokens,), is_packed=True)
 
 

@@ -178,8 +178,8 @@ STEPS = (
     _GENERATE(STACK),
     _GENERATE(SINGLE, limits=Limits(launches=312)),
     _ENGINE(STACK),
-    _ENGINE(SINGLE, limits=Limits(launches=338)),
-    _PROMPTS(SINGLE, limits=Limits(launches=690, traffic=1.75)),
+    _ENGINE(SINGLE, limits=Limits(launches=324)),
+    _PROMPTS(SINGLE, limits=Limits(launches=560, traffic=1.75)),
 )
 
 

@@ -18,6 +18,8 @@ from kvcache_jax.arrays.masked_updates import (
 )
 
 OUTSIDE = -(2**31), -7, -1, 7, 8, 2**31 - 1
+IN_ALL = pytest.mark.parametrize("num_more", [0, 40], ids=["compared", "scattered"])
+"""Entries outside beside those of a test: few entries are compared with each place."""
 
 
 def test_reads_outside_give_the_fill():
@@ -33,24 +35,48 @@ def test_reads_outside_give_the_fill():
     assert read(table, (rows, columns), 9).tolist() == [[9, 2, 3, 9], [9] * 4, [9, 4, 5, 9]]
 
 
+@IN_ALL
 @pytest.mark.parametrize("how", ["set", "add", "min", "max"])
-def test_updates_skip_what_is_outside(how):
+def test_updates_skip_what_is_outside(how, num_more):
     update = jax.jit(getattr(masked_updates, f"{how}_at"))
     array = np.full(7, 4, np.int32)
     kept = {"set": 9, "add": 13, "min": 4, "max": 9}[how]
-    assert update(array, np.array([*OUTSIDE, 5], np.int32), 9).tolist() == [4, 4, 4, 4, 4, kept, 4]
-    values = np.arange(len(OUTSIDE), dtype=np.int32)
-    assert update(array, np.array(OUTSIDE, np.int32), values).tolist() == [4] * 7
+    outside = [*OUTSIDE, *[-1] * num_more]
+    assert update(array, np.array([*outside, 5], np.int32), 9).tolist() == [4, 4, 4, 4, 4, kept, 4]
+    values = np.arange(len(outside), dtype=np.int32)
+    assert update(array, np.array(outside, np.int32), values).tolist() == [4] * 7
+    assert update(array, np.zeros(0, np.int32), 9).tolist() == [4] * 7
     places = np.array([0, 7, 2, -1], np.int32), np.array([0, 0, 1, -1], np.int32)
     found = update(array.reshape(7, 1), places, 9)
     assert found[:, 0].tolist() == [kept, 4, 4, 4, 4, 4, 4]
 
 
-def test_the_last_of_equal_entries_takes_the_last_one():
+@IN_ALL
+@pytest.mark.parametrize("how", ["set", "add", "min", "max"])
+def test_rows_of_several_axes_are_updated_at_equal_entries_too(how, num_more):
+    rng, update = np.random.default_rng(2), jax.jit(getattr(masked_updates, f"{how}_at"))
+    more = np.full((2, num_more), 5)
+    for _ in range(10):
+        array = rng.integers(0, 99, (5, 2), dtype=np.uint32)
+        places = np.concatenate([rng.integers(-1, 7, (2, 4)), more], axis=1).astype(np.int32)
+        values = rng.integers(0, 99, (*places.shape, 2), dtype=np.uint32)
+        found = np.asarray(update(jnp.asarray(array), jnp.asarray(places), jnp.asarray(values)))
+        assert found.dtype == array.dtype
+        for place, (old, new) in enumerate(zip(array, found, strict=True)):
+            named = values[places == place]
+            if how == "set" and len(named):
+                assert new.tolist() in named.tolist()
+            else:
+                combine = {"set": np.add, "add": np.add, "min": np.minimum, "max": np.maximum}[how]
+                assert new.tolist() == combine.reduce([old, *named]).tolist()
+
+
+@IN_ALL
+def test_the_last_of_equal_entries_takes_the_last_one(num_more):
     """Random counts and entries, some of them outside; the counts never get negative."""
     rng, count = np.random.default_rng(0), jax.jit(count_down)
     for _ in range(30):
-        places = rng.integers(-2, 9, (3, 4))
+        places = np.pad(rng.integers(-2, 9, (3, 4)), [(0, 0), (0, num_more)], constant_values=-1)
         inside = [place for place in places.flat if 0 <= place < 7]
         counts = np.bincount(inside, minlength=7) + rng.integers(0, 2, 7)
         left, expected = counts.copy(), []
@@ -63,19 +89,21 @@ def test_the_last_of_equal_entries_takes_the_last_one():
         assert np.ravel(is_last).tolist() == expected
 
 
+@IN_ALL
 @pytest.mark.parametrize(("find", "which"), [(first_of_equal, 0), (last_of_equal, -1)])
-def test_one_of_equal_masked_entries_is_found(find, which):
-    rng, find = np.random.default_rng(1), jax.jit(find)
+def test_one_of_equal_masked_entries_is_found(find, which, num_more):
+    rng, find = np.random.default_rng(1), jax.jit(find, static_argnames="held")
     for _ in range(30):
-        places, mask = rng.integers(-1, 6, (2, 5)), rng.random((2, 5)) < 0.7
+        places = np.pad(rng.integers(-1, 6, (2, 5)), [(0, 0), (0, num_more)], constant_values=6)
+        mask = rng.random(places.shape) < 0.7
         found, lent = find(jnp.zeros(5, jnp.int32), jnp.asarray(mask), jnp.asarray(places, jnp.int32))
-        inside = [i for i in range(10) if mask.flat[i] and 0 <= places.flat[i] < 5]
+        inside = [i for i in range(places.size) if mask.flat[i] and 0 <= places.flat[i] < 5]
         expected = [[i for i in inside if places.flat[i] == place][which] for place in {*places.flat[inside]}]
         assert np.flatnonzero(np.ravel(found)).tolist() == sorted(expected)
-        # What was not lent for marks is as it was, and the marks can be told from it.
-        marked = {*places.flat[inside].tolist()}
-        assert {*np.flatnonzero(np.asarray(lent) < 0).tolist()} == marked
-        assert {*np.flatnonzero(np.asarray(lent) == 0).tolist()} == {*range(5)} - marked
+        # What was not lent for marks is as it was, and all of it where what it held is said.
+        assert {*np.flatnonzero(np.asarray(lent)).tolist()} <= {*places.flat[inside].tolist()}
+        again, kept = find(jnp.zeros(5, jnp.int32), jnp.asarray(mask), jnp.asarray(places, jnp.int32), held=0)
+        assert again.tolist() == found.tolist() and not kept.any()
 
 
 def test_true_entries_are_ranked_and_found():
