@@ -1,12 +1,12 @@
-"""Answers behind reasoning that the history drops: kept as chunks, and composed where they stand then.
+"""Answers after reasoning that the history drops: kept as chunks, and composed at their new places.
 
 A chat template leaves the reasoning of earlier turns out of the history, so the next prompt parts from what
-the cache has where the reasoning began, and the answer behind it would be computed again. Instead, a row that
-ends stores its answer as a chunk: keys and values computed behind the reasoning, at their places there. The
+the cache has where the reasoning began, and the answer after it would be computed again. Instead, a row that
+ends stores its answer as a chunk: keys and values computed after the reasoning, at their places there. The
 next prompt has it composed at its new place, and some of its tokens computed again.
 
 What hangs on a composed answer is no longer what the tokens alone decide. It is published all the same, or
-each turn would compute all turns behind the first answer: in a namespace that only such requests share.
+each turn would compute all turns after the first answer: in a namespace that only such requests share.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ def answers_namespace(words: np.ndarray) -> np.ndarray:
 def find_answer(
     tokens: Any, prompt_len: Any, length: Any, after: tuple[int, ...], numpy: Any = jnp
 ) -> tuple[Any, Any]:
-    """Finds the answers in texts i32[n, P]: behind the last `after` that was generated, as far as `length`.
+    """Finds the answers in texts i32[n, P]: after the last `after` that was generated, as far as `length`.
 
     Returns their first places i32[n], and their tokens i32[n], 0 where there is none.
     """
@@ -100,12 +100,12 @@ class AnswerParts(ChunkParts):
     the first `max_chunk_len`. A request that names an answer has it composed, and all but `reuse.share` of it
     is not computed. One that is not kept, for it was given up or said otherwise, is computed as other text.
 
-    This is approximate: keys and values are those behind the reasoning. So these requests share blocks with
-    their like alone, in the namespace `answers.namespace(engine.namespace_of(...))`: `scrub` that, too.
+    This is approximate: keys and values were computed after the reasoning. So these requests share blocks
+    with their like alone, in the namespace `answers.namespace(engine.namespace_of(...))`: `scrub` that, too.
 
     Attributes:
       after: Tokens that stand between reasoning and answer, such as `[THINK_END]`, or with the line break
-        behind it if the template drops that, too. Without them nothing is kept: the history drops nothing.
+        after it if the template drops that, too. Without them nothing is kept: the history drops nothing.
       least_len: Fewest tokens of an answer that is kept. Short ones cost little, and are found by what other
         conversations of the namespace said in the same words.
 
@@ -221,7 +221,7 @@ class Answers(Prompts):
     """Prompts with answers that stay as reasoning goes: the `prompts` of `generate`; see `AnswerParts`.
 
     Each continuation's answer is kept in the cache's `Store`; hand `GenerateResult.cache` on to the call for
-    the next turn, whose prompts name where it stands.
+    the next turn, whose prompts name its place.
 
     Attributes:
       tokens: Token ids of each prompt.

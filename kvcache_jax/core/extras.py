@@ -106,7 +106,7 @@ class Extra:
         return control
 
     def explain_evicted(self, control: Any, block_id: int) -> str:
-        """States what it knew of an evicted block of the indexed group, behind a space; "" for nothing."""
+        """States what it knew of an evicted block of the indexed group, after a space; "" for nothing."""
         return ""
 
     def forget(self, control: Any, rows: jax.Array) -> Any:

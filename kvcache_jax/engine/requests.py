@@ -82,7 +82,7 @@ class TableSizes:
     inputs: tuple[InputSpec, ...] = ()
     prompt_logprobs: bool = False  # whether requests may ask for them
     hears_turns: bool = False  # whether the cache makes something of `retain`
-    # Parts of prompts, and what says which those of a request are; see `PromptParts.spans`.
+    # Parts of prompts, and what says which parts a request has; see `PromptParts.spans`.
     parts: PromptParts = NO_PARTS
     spans: Callable[["GenerationRequest"], Sequence[tuple[int, int]]] | None = None
 
