@@ -187,8 +187,8 @@ def test_what_hangs_on_answers_is_found_by_such_requests_alone():
     prompt, spans = talk.prompt(TURNS[2][0]), list(talk.spans)
     cache, length = engine.state.cache, [len(prompt)]
     own = engine.namespace_of()
-    assert kv.lookup(cache, [prompt], length, own).tolist() == [0]
-    assert kv.lookup(cache, [prompt], length, answers_namespace(own)).tolist()[0] >= BLOCK
+    assert kv.lookup(cache, np.array([prompt]), length, own).tolist() == [0]
+    assert kv.lookup(cache, np.array([prompt]), length, answers_namespace(own)).tolist()[0] >= BLOCK
     exact = say(prompt, 9)[1]
     np.testing.assert_allclose(answer(engine, prompt, 9, None)[1], exact, atol=2e-4)
     # Answers of other conversations take the places of older ones, though one of these was used.
