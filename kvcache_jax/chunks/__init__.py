@@ -1,6 +1,7 @@
 """Passages that are stored once and composed into rows at any position."""
 
 from kvcache_jax.blocks.key_rotation import key_rotation
+from kvcache_jax.chunks.answers import AnswerParts, Answers
 from kvcache_jax.chunks.chunk_attention import chunk_attention as attention
 from kvcache_jax.chunks.chunk_attention import chunk_deviation as deviation
 from kvcache_jax.chunks.chunk_reuse import ChunkReuse as Reuse
@@ -19,6 +20,8 @@ from kvcache_jax.chunks.store_chunk import find_chunks as find
 from kvcache_jax.chunks.store_chunk import store_chunk as store
 
 __all__ = [
+    "AnswerParts",
+    "Answers",
     "Chunks",
     "Metadata",
     "Parts",

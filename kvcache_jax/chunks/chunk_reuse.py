@@ -101,10 +101,13 @@ class ChunkReuse:
         return bool(selectors.find(self.selector).needs & _OBSERVED)
 
 
-def prompt_spans(call: PromptCall, spans: Any, reuse: Any) -> list[list[Span]]:
+def prompt_spans(
+    call: PromptCall, spans: Any, reuse: Any, least_answer_len: int | None = None
+) -> list[list[Span]]:
     """Checks the chunks of prompts; leaves out those that the cache has no room for, whatever it holds.
 
-    `spans` has for each prompt pairs `(start, end)`, in any order; they are returned in order.
+    `spans` has for each prompt pairs `(start, end)`, in any order; they are returned in order. With a
+    `least_answer_len` they are answers, and what is kept of them is returned.
     """
     caller, prompts, config = call.caller, call.tokens, call.config
     if call.retention.max_held_len(config, 1) is not None:
@@ -128,21 +131,29 @@ def prompt_spans(call: PromptCall, spans: Any, reuse: Any) -> list[list[Span]]:
     found: list[list[Span]] = []
     for i, (of_prompt, prompt) in enumerate(zip(of_prompts, prompts, strict=True)):
         name = f"spans[{i}]"
-        ordered = _ordered(name, of_prompt, len(prompt), store.max_chunk_len)
+        ordered = _ordered(name, of_prompt, len(prompt), store.max_chunk_len, least_answer_len)
         ordered = _within_windows(name, ordered, len(prompt), config)
         found.append(_with_room(ordered, prompt, len(prompt), config, store.num_chunks))
     return found
 
 
-def request_spans(prompt: np.ndarray, parts: Any, num_tokens: int, config: CacheConfig) -> list[Span]:
+def request_spans(
+    prompt: np.ndarray,
+    parts: Any,
+    num_tokens: int,
+    config: CacheConfig,
+    least_answer_len: int | None = None,
+) -> list[Span]:
     """Checks the chunks of a request's prompt, whose row comes to hold `num_tokens`, as `prompt_spans`."""
     store = require_store("Engine", config)
-    ordered = _ordered("parts", parts, len(prompt), store.max_chunk_len)
+    ordered = _ordered("parts", parts, len(prompt), store.max_chunk_len, least_answer_len)
     return _with_room(ordered, prompt, num_tokens, config, store.num_chunks)
 
 
-def _ordered(name: str, spans: Any, num_tokens: int, max_chunk_len: int) -> list[Span]:
-    """Checks the spans of a prompt and sorts them."""
+def _ordered(
+    name: str, spans: Any, num_tokens: int, max_chunk_len: int, least_answer_len: int | None
+) -> list[Span]:
+    """Checks the spans of a prompt and sorts them; of answers, it returns what is kept."""
     pairs = []
     for span in as_list(name, spans, "spans, pairs (start, end)"):
         pair = as_list(name, span, "spans, pairs (start, end)")
@@ -154,7 +165,7 @@ def _ordered(name: str, spans: Any, num_tokens: int, max_chunk_len: int) -> list
                 f"{name} has the span {(start, end)}, expected 0 <= start < end <= {num_tokens}, the "
                 "prompt's length"
             )
-        if end - start > max_chunk_len:
+        if end - start > max_chunk_len and least_answer_len is None:
             raise ValueError(
                 f"{name} has the span {(start, end)} of {end - start} tokens, expected at most "
                 f"max_chunk_len = {max_chunk_len}; raise max_chunk_len, or name two spans"
@@ -166,6 +177,9 @@ def _ordered(name: str, spans: Any, num_tokens: int, max_chunk_len: int) -> list
             raise ValueError(
                 f"{name} has the spans {before} and {behind}, expected spans that do not overlap"
             )
+    if least_answer_len is not None:  # the row that ended did not hold the last token
+        pairs = [(start, min(end - 1, start + max_chunk_len)) for start, end in pairs]
+        return [(start, end) for start, end in pairs if end - start >= least_answer_len]
     return pairs
 
 

@@ -20,6 +20,37 @@ from kvcache_jax.core.status import Status
 from kvcache_jax.decoding.prompt_parts import NO_PART, PromptParts
 
 
+def keep_span(
+    cache: Cache, row: jax.Array, start: jax.Array, length: jax.Array, tokens: jax.Array, kept: jax.Array
+) -> Cache:
+    """Stores `length` i32[1] tokens of a row i32[1] from `start` i32[1] on, for which chunks not `kept` go.
+
+    `tokens` i32[1, max_chunk_len] are their name.
+    """
+    first, end, needs = start[0], start[0] + length[0], []
+    for group in cache.config.groups:
+        size = group.block_size
+        num_columns = (end + size - 1) // size - first // size
+        # Full blocks are the row's and the chunk's, unless they may be published.
+        is_shared = not cache.config.enable_prefix_caching
+        num_whole = jnp.maximum(end // size - (first + size - 1) // size, 0) if is_shared else 0
+        needs.append(jnp.where(length[0] > 0, num_columns - num_whole, 0))
+    num_places = (length[0] > 0).astype(jnp.int32)
+    control = make_room(cache.control, kept, num_places, needs)
+    cache = dataclasses.replace(cache, control=control)
+    return store_chunk(cache, row, start, length, tokens)[0]
+
+
+def refuse_windows(what: str, config: CacheConfig) -> None:
+    """Refuses layers that let go of tokens."""
+    for group in config.groups:
+        if not group.span.keeps_all:
+            raise ValueError(
+                f"{what} and layers[{group.layer_ids[0]}] is {group.kind.label}, expected layers that keep "
+                "all tokens; `generate` with kv.chunks.Prompts takes these"
+            )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChunkParts(PromptParts):
     """Passages of an engine's requests, at any place: `kv.engine.Inputs(parts=kv.chunks.Parts(reuse=...))`.
@@ -59,12 +90,7 @@ class ChunkParts(PromptParts):
     def check(self, config: CacheConfig) -> None:
         """Refuses a cache without a store, or with windows."""
         require_store("Engine", config)
-        for group in config.groups:
-            if not group.span.keeps_all:
-                raise ValueError(
-                    f"the engine's requests have parts and layers[{group.layer_ids[0]}] is "
-                    f"{group.kind.label}, expected layers that keep all tokens; `generate` takes these"
-                )
+        refuse_windows("the engine's requests have parts", config)
 
     def spans(
         self, prompt: np.ndarray, parts: Sequence[tuple[int, int]], num_tokens: int, config: CacheConfig
@@ -92,17 +118,10 @@ class ChunkParts(PromptParts):
         self, cache: Cache, row: jax.Array, tokens: jax.Array, length: jax.Array, kept: jax.Array
     ) -> Cache:
         """Stores a chunk."""
-        groups = cache.config.groups
-        # Full blocks are the row's and the chunk's, unless they may be published.
-        whole = length[0] if cache.config.enable_prefix_caching else 0
-        needs = [group.num_columns(length[0]) - (length[0] - whole) // group.block_size for group in groups]
-        num_places = (length[0] > 0).astype(jnp.int32)
-        control = make_room(cache.control, kept, num_places, needs)
-        cache = dataclasses.replace(cache, control=control)
-        return store_chunk(cache, row, jnp.zeros_like(length), length, tokens)[0]
+        return keep_span(cache, row, jnp.zeros_like(length), length, tokens, kept)
 
     def put(
-        self, cache: Cache, row: jax.Array, ids: jax.Array, starts: jax.Array
+        self, cache: Cache, row: jax.Array, ids: jax.Array, starts: jax.Array, tokens: jax.Array
     ) -> tuple[Cache, jax.Array, jax.Array]:
         """Composes a row; the selector says which tokens are computed again."""
         chunks = chunks_of(cache.control)

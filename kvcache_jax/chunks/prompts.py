@@ -88,14 +88,14 @@ class ChunkRows(PromptRows):
         return cache, [held[tokens.tobytes()] for tokens in texts]
 
     def _find(self, cache: Cache, tokens: np.ndarray, words: np.ndarray) -> int | None:
-        chunk_id = int(find_chunks(cache, _name(cache, tokens), [len(tokens)], words)[0])
+        chunk_id = int(find_chunks(cache, chunk_name(cache, tokens), [len(tokens)], words)[0])
         return chunk_id if chunk_id < chunks_of(cache.control).num_chunks else None
 
     def _store(
         self, cache: Cache, tokens: np.ndarray, words: np.ndarray, row: int, kept: Sequence[int]
     ) -> tuple[Cache, int | None]:
         """Computes a chunk alone in an idle row and stores it; returns its id as `hold` does."""
-        name, length = _name(cache, tokens), np.array([len(tokens)])
+        name, length = chunk_name(cache, tokens), np.array([len(tokens)])
         # Tokens that a window releases between two calls are missing where tokens are computed again.
         has_windows = not all(group.span.keeps_all for group in cache.config.groups)
         prefill_len = self.call.prefill_len
@@ -109,7 +109,7 @@ class ChunkRows(PromptRows):
             return (started, int(admission.num_cached[0])) if _is_ok(admission.status) else (cache, None)
 
         def store(cache: Cache) -> tuple[Cache, int | None]:
-            cache, stored = _store_donated(cache, np.array([row]), np.array([0]), length, name)
+            cache, stored = store_donated(cache, np.array([row]), np.array([0]), length, name)
             return cache, int(stored.chunk_ids[0]) if _is_ok(stored.status) else None
 
         cache, num_cached = self.with_room(cache, start, kept)
@@ -225,7 +225,7 @@ class ChunkRows(PromptRows):
             yield tokens, indices
 
 
-def _name(cache: Cache, tokens: np.ndarray) -> np.ndarray:
+def chunk_name(cache: Cache, tokens: np.ndarray) -> np.ndarray:
     """Pads the tokens of a chunk, i32[1, max_chunk_len]: chunks of any length share their programs."""
     name = np.zeros((1, chunks_of(cache.control).tokens.shape[1]), np.int32)
     name[0, : len(tokens)] = tokens
@@ -246,7 +246,7 @@ def selected(
     return set_at(jnp.zeros(width, bool), places, True)
 
 
-_store_donated = donate(store_chunk)
+store_donated = donate(store_chunk)
 _compose_donated = jax.jit(compose, static_argnames="rotate", donate_argnames="cache")
 
 

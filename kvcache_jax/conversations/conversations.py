@@ -18,7 +18,7 @@ from kvcache_jax.arrays.pytree import pytree_dataclass
 from kvcache_jax.blocks import block_pool
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.eviction_policy import BlockMetadata, eviction_policy
-from kvcache_jax.core.extras import MOST_TICKS, Extra, Turn
+from kvcache_jax.core.extras import MOST_TICKS, TICKS_PER_SECOND, Extra, Turn
 from kvcache_jax.core.state import Cache, Control
 
 NAME = "conversations"
@@ -131,6 +131,14 @@ class Conversations(Extra):
             owner=set_at(turns.owner, block_ids, 0),
             is_spare=set_at(turns.is_spare, block_ids, False),
         )
+
+    def explain_evicted(self, control: Control, block_id: int) -> str:
+        """States whether the retention of a block had lapsed."""
+        turns = turns_of(control)
+        seconds = (int(turns.until[block_id]) - int(turns.now)) / TICKS_PER_SECOND
+        if seconds > 0:
+            return f" It would be retained for {seconds:g} s more: the pool was needed."
+        return f" Its retention, if it had any, lapsed {-seconds:g} s ago."
 
     def forget(self, control: Control, rows: jax.Array) -> Control:
         """Notes of the published blocks of `rows`, which end, until when they are retained, and the spare."""

@@ -105,6 +105,10 @@ class Extra:
         """Learns of blocks i32[n] of the indexed group that were just published; nowhere is skipped."""
         return control
 
+    def explain_evicted(self, control: Any, block_id: int) -> str:
+        """States what it knew of an evicted block of the indexed group, after a space; "" for nothing."""
+        return ""
+
     def forget(self, control: Any, rows: jax.Array) -> Any:
         """Forgets `rows`, which end; their lengths and tables are as before."""
         return control
@@ -275,6 +279,10 @@ class Hooks(tuple[Extra, ...]):
         for extra in self:
             control = extra.note_published(control, block_ids)
         return control
+
+    def explain_evicted(self, control: Any, block_id: int) -> str:
+        """States what the features knew of a block that was evicted."""
+        return "".join(extra.explain_evicted(control, block_id) for extra in self)
 
     def forget(self, control: Any, rows: jax.Array) -> Any:
         """Forgets `rows`."""

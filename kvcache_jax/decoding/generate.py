@@ -146,6 +146,7 @@ def generate(
     requests = WaitingPrompts(
         prompts.tokens, static_count("num_samples", num_samples), namespace, sampling.seed
     )
+    requests.namespaces = prompts.namespaces(requests.namespaces)
     max_new_tokens = static_count("max_new_tokens", max_new_tokens)
     if stop_strings is not None and not stop_strings.texts:
         stop_strings = None
@@ -214,7 +215,7 @@ def generate(
             draft_source=draft_source,
             retention=retention,
         )
-        state = host.check_in(state)
+        state = host.check_in(state, prompt_rows)
     return GenerateResult(
         generations=sorted(host.done, key=lambda g: (g.prompt_id, g.sample_id)),
         cache=state.cache,

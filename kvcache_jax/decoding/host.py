@@ -19,6 +19,7 @@ from kvcache_jax.core.state import Cache
 from kvcache_jax.decoding.arguments import prompt_seeds, prompt_tokens
 from kvcache_jax.decoding.loop import DecodeState, RowPhase
 from kvcache_jax.decoding.options import StopStrings, Watch
+from kvcache_jax.decoding.prompts import PromptRows
 from kvcache_jax.operations.commit import commit
 from kvcache_jax.operations.free import free
 
@@ -183,7 +184,7 @@ class Host:
         if self.watch.on_check_in:
             self.watch.on_check_in(snapshot)
 
-    def check_in(self, state: DecodeState) -> DecodeState:
+    def check_in(self, state: DecodeState, prompt_rows: PromptRows) -> DecodeState:
         """Streams new tokens, collects the rows that ended and frees them."""
         phase, length, prompt_len, history, logprobs = (
             np.asarray(x)
@@ -205,9 +206,12 @@ class Host:
             ended[row] = Generation(prompt_id, sample_id, tokens, scores, why)
         self.note(state, list(ended.values()))
         self.done += ended.values()
+        has_numbers = [row for row in ended if phase[row] != RowPhase.NAN_LOGITS]
+        for row in has_numbers:
+            cache = prompt_rows.keep_end(state.cache, self.running[row][0], row, ended[row].tokens)
+            state = dataclasses.replace(state, cache=cache)
         for row in ended:
             del self.running[row]
-        has_numbers = [row for row in ended if phase[row] != RowPhase.NAN_LOGITS]
         return self._free(state, list(ended), has_numbers)
 
     def _stop_at(self, tokens: list[int], num_checked: int) -> int | None:

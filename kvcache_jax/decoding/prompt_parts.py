@@ -6,6 +6,7 @@ computed. A feature's own subclass has some.
 
 import dataclasses
 from collections.abc import Sequence
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +28,14 @@ class PromptParts:
     into the row, and what they say is to be computed again is, with the text between them. A kept part takes
     at most as many blocks as its row did.
 
+    Where it `keeps_ends`, none is computed alone: parts are what ended requests left, and one that is not
+    kept is other text. Rows then publish all that they hold, in a namespace that only such requests share.
+
     Attributes:
       max_parts: Most parts of one prompt.
     """
+
+    keeps_ends: ClassVar[bool] = False
 
     max_parts: int = 0
 
@@ -92,13 +98,38 @@ class PromptParts:
         """
         return cache
 
+    def namespace(self, words: np.ndarray) -> np.ndarray:
+        """Finds the namespace u32[4] of requests that name parts, or none of them, within their own."""
+        return words
+
+    def keep_end(
+        self,
+        cache: Cache,
+        row: jax.Array,
+        tokens: jax.Array,
+        prompt_len: jax.Array,
+        length: jax.Array,
+        kept: jax.Array,
+    ) -> Cache:
+        """Keeps what the next request may name of a row whose request has ended.
+
+        Args:
+          cache: The cache.
+          row: i32[1].
+          tokens: i32[1, max_seq_len], arbitrary after the first `length`.
+          prompt_len: i32[1], the first ones that are its prompt's.
+          length: i32[1], tokens of the request that the row holds: all but its last.
+          kept: i32[any], ids that are not given up.
+        """
+        return cache
+
     def put(
-        self, cache: Cache, row: jax.Array, ids: jax.Array, starts: jax.Array
+        self, cache: Cache, row: jax.Array, ids: jax.Array, starts: jax.Array, tokens: jax.Array
     ) -> tuple[Cache, jax.Array, jax.Array]:
         """Puts parts `ids` i32[1, max_parts] into a row i32[1], from places `starts` i32[1, max_parts] on.
 
-        Returns the cache; whether they are there, bool[], else nothing changed; and their places that are to
-        be computed again, bool[max_seq_len].
+        `tokens` i32[1, max_seq_len] are the request's. Returns the cache; whether they are there, bool[],
+        else nothing changed; and their places that are to be computed again, bool[max_seq_len].
         """
         return cache, row[0] < 0, jnp.zeros(cache.config.max_seq_len, bool)
 

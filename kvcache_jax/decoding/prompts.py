@@ -109,6 +109,17 @@ class PromptRows:
         """
         return cache
 
+    def keep_end(self, cache: Cache, prompt_id: int, row: int, tokens: Sequence[int]) -> Cache:
+        """Keeps what the next prompt may have of a row that ended, and is freed next.
+
+        Args:
+          cache: Donated.
+          prompt_id: The prompt.
+          row: Its row, or one of its samples.
+          tokens: The continuation, of which the row holds all but the last.
+        """
+        return cache
+
 
 @dataclasses.dataclass(frozen=True)
 class PromptSource:
@@ -119,6 +130,10 @@ class PromptSource:
     """
 
     tokens: Sequence[Sequence[int]]
+
+    def namespaces(self, words: np.ndarray) -> np.ndarray:
+        """Finds the namespaces u32[prompts, 4] of the prompts' rows within their own."""
+        return words
 
     def rows(self, call: PromptCall) -> PromptRows:
         """Checks a call's prompts, and returns them as rows are started for them.

@@ -27,7 +27,7 @@ from kvcache_jax.engine.order import (
     rows_in_order,
     waits,
 )
-from kvcache_jax.engine.parts import Wanted, make_room_for, wanted_parts
+from kvcache_jax.engine.parts import Wanted, make_room_for, parts_behind, wanted_parts
 from kvcache_jax.engine.state import EngineState, Phase, count
 from kvcache_jax.operations.allocate import Hits, Prompts, allocate_rows, required_blocks
 from kvcache_jax.operations.fork import fork_rows
@@ -160,7 +160,8 @@ def _start(
     control, admission = allocate_rows(cache.control, rows, prompts, hits, config=cache.config)
     rows_parts, served = state.parts, slots
     if parts is not None and rows_parts is not None:
-        rows_parts = rows_parts.set(rows, parts.alone, parts.ids)
+        ids = parts_behind(state, slots, parts.ids, admission.num_cached)
+        rows_parts = rows_parts.set(rows, parts.alone, ids)
         served = jnp.where(parts.alone_len > 0, state.requests.num_slots, slots)
     turn = Turn(*(get_at(column, served, 0) for column in state.requests.turn))
     control = cache.config.hooks.begin(control, rows, turn)

@@ -214,7 +214,7 @@ def table_sizes(limits: Limits, config: CacheConfig, inputs: Inputs) -> TableSiz
         inputs=inputs.specs(),
         prompt_logprobs=limits.prompt_logprobs,
         hears_turns=any(extra.hears_turns for extra in config.extras),
-        num_parts=inputs.parts.max_parts,
+        parts=inputs.parts,
         spans=spans if inputs.parts.max_parts else None,
     )
 

@@ -5,8 +5,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from kvcache_jax.arrays.masked_updates import first_true, get_at, num_true, run_if, set_at
+from kvcache_jax.core.state import Cache
 from kvcache_jax.decoding.prompt_parts import NO_PART
 from kvcache_jax.engine.options import Options
 from kvcache_jax.engine.state import EngineState, Phase, count
@@ -39,8 +41,17 @@ def wanted_parts(state: EngineState, slots: jax.Array, options: Options) -> Want
     namespace = get_at(state.requests.namespace, owner, 0)
     ids = options.parts.find(state.cache.control, tokens, length.reshape(-1), namespace)
     ids = jnp.where(length > 0, ids.reshape(num, max_parts), NO_PART)
+    if options.parts.keeps_ends:
+        return Wanted(ids, jnp.zeros((num, 2), jnp.int32))
     missing = first_true((length > 0) & (ids == NO_PART))
     return Wanted(ids, get_at(spans, (jnp.arange(num, dtype=jnp.int32), missing), 0))
+
+
+def parts_behind(state: EngineState, slots: jax.Array, ids: jax.Array, num_cached: jax.Array) -> jax.Array:
+    """Leaves out the parts i32[n, P] of requests i32[n] that begin within the tokens that are cached."""
+    assert state.requests.parts is not None
+    starts = get_at(state.requests.parts, slots, 0)[..., 0]
+    return jnp.where(starts >= num_cached[:, None], ids, NO_PART)
 
 
 def _tokens_of(
@@ -103,6 +114,27 @@ def keep_computed(state: EngineState, options: Options) -> EngineState:
     return run_if(is_done.any(), keep, state)
 
 
+def keep_ends(state: EngineState, slots: jax.Array, options: Options) -> EngineState:
+    """Keeps what requests `slots` i32[max_seqs] leave in their rows, where they just ended; R for none."""
+    if not options.parts.keeps_ends or state.parts is None or state.requests.keeps_end is None:
+        return state
+    # What was computed under other weights has no name.
+    is_left = get_at(state.requests.keeps_end, slots, False) & state.may_publish
+    kept = state.parts.ids.reshape(-1)
+
+    def keep(loop: tuple[Cache, jax.Array]) -> tuple[Cache, jax.Array]:
+        cache, is_left = loop
+        row = first_true(is_left)[None]
+        slot = slots[row]
+        tokens, length = state.tokens_of(slot), get_at(state.length, slot) - 1
+        prompt_len = get_at(state.requests.prompt_len, slot)
+        cache = options.parts.keep_end(cache, row, tokens, prompt_len, length, kept)
+        return cache, is_left.at[row].set(False)
+
+    cache, _ = lax.while_loop(lambda loop: loop[1].any(), keep, (state.cache, is_left))
+    return dataclasses.replace(state, cache=cache)
+
+
 def _leave(state: EngineState, rows: jax.Array) -> EngineState:
     """Frees running rows i32[n], whose requests wait again."""
     assert state.parts is not None
@@ -134,7 +166,9 @@ def put_parts(state: EngineState, options: Options) -> EngineState:
         one_each = jnp.ones(len(state.cache.config.groups), jnp.int32)  # for a block that others hold, too
         state = make_room_for(state, one_each, ids, options)
         assert state.parts is not None
-        cache, is_put, is_again = options.parts.put(state.cache, row, ids, spans[..., 0])
+        cache, is_put, is_again = options.parts.put(
+            state.cache, row, ids, spans[..., 0], state.tokens_of(slot)
+        )
         places = jnp.arange(state.cache.config.max_seq_len, dtype=jnp.int32)
         span = spans[0][..., None]
         is_part = (places[None] >= span[:, 0]) & (places[None] < span[:, 1]) & (ids[0][:, None] != NO_PART)

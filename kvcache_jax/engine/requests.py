@@ -25,6 +25,7 @@ from kvcache_jax.core.arguments import hashable_id, namespace_words, one_priorit
 from kvcache_jax.core.extras import MOST_TICKS, Turn, ticks_of
 from kvcache_jax.core.token_arguments import host_tokens
 from kvcache_jax.decoding.options import GREEDY, SamplingParams, require_option
+from kvcache_jax.decoding.prompt_parts import NO_PARTS, PromptParts
 from kvcache_jax.decoding.sampling import SamplingColumns
 from kvcache_jax.engine.inputs import PARTS, InputSpec, empty_inputs
 from kvcache_jax.engine.stop_text import StopStrings
@@ -52,6 +53,7 @@ class RequestArrays:
     items: jax.Array | None
     # i32[R, P, 2], first place and end of the prompt's parts, in order, equal ones for none; None for P = 0.
     parts: jax.Array | None
+    keeps_end: jax.Array | None  # bool[R], its end is kept as a part; None for P = 0
     inputs: dict[str, jax.Array]  # by name [R, ...], values of its own; see `inputs.py`
     wants_prompt: jax.Array  # bool[R], the log-probabilities of its prompt are reported
 
@@ -80,14 +82,14 @@ class TableSizes:
     inputs: tuple[InputSpec, ...] = ()
     prompt_logprobs: bool = False  # whether requests may ask for them
     hears_turns: bool = False  # whether the cache makes something of `retain`
-    # Parts of one prompt, and what says which those are; see `PromptParts.spans`.
-    num_parts: int = 0
+    # Parts of prompts, and what says which parts a request has; see `PromptParts.spans`.
+    parts: PromptParts = NO_PARTS
     spans: Callable[["GenerationRequest"], Sequence[tuple[int, int]]] | None = None
 
 
 def empty_requests(sizes: TableSizes) -> RequestArrays:
     """Makes a table without requests, in numpy; `Inbox` builds its columns from one of N slots."""
-    num_slots = sizes.num_slots
+    num_slots, num_parts = sizes.num_slots, sizes.parts.max_parts
 
     def column(fill: int = 0, shape: tuple[int, ...] = (), dtype: Any = np.int32) -> Any:
         return np.full((num_slots, *shape), fill, dtype)
@@ -114,7 +116,8 @@ def empty_requests(sizes: TableSizes) -> RequestArrays:
         parent=column(num_slots),
         parent_uid=column(-1),
         items=column(0, (sizes.num_items, 2)) if sizes.num_items else None,
-        parts=column(0, (sizes.num_parts, 2)) if sizes.num_parts else None,
+        parts=column(0, (num_parts, 2)) if num_parts else None,
+        keeps_end=column(dtype=bool) if num_parts else None,
         inputs=empty_inputs(sizes.inputs, num_slots),
         wants_prompt=column(dtype=bool),
     )

@@ -191,12 +191,16 @@ class EngineState:
         return self.is_alone | (self.is_running & is_pending)
 
     def prefix_len(self, slots: jax.Array) -> jax.Array:
-        """Counts the first tokens of requests i32[n] that are looked up and published: none of a part."""
+        """Counts the first tokens of requests i32[n] that are looked up and published.
+
+        They end before the first part, but for requests that share what they hold with their like alone.
+        """
         most = jnp.full_like(slots, self.cache.config.max_seq_len)
-        if self.requests.parts is None:
+        if self.requests.parts is None or self.requests.keeps_end is None:
             return most
         parts = get_at(self.requests.parts, slots, 0)
-        return jnp.min(jnp.where(parts[..., 1] > parts[..., 0], parts[..., 0], most[:, None]), axis=1)
+        is_end = (parts[..., 1] > parts[..., 0]) & ~get_at(self.requests.keeps_end, slots, False)[:, None]
+        return jnp.min(jnp.where(is_end, parts[..., 0], most[:, None]), axis=1)
 
     @property
     def row_generated(self) -> jax.Array:
@@ -277,7 +281,7 @@ def empty_state(
         outbox=zeros(*outbox_shape),
         outbox_len=zeros(),
         counters=zeros(len(EngineCounter), fill=counters, dtype=np.uint32),
-        parts=empty_part_rows(sizes.num_parts, max_seqs, cache.config.max_seq_len),
+        parts=empty_part_rows(sizes.parts.max_parts, max_seqs, cache.config.max_seq_len),
     )
 
 

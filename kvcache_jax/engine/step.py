@@ -21,7 +21,7 @@ from kvcache_jax.engine.inputs import AdvanceInputs, asks_for, inputs_of
 from kvcache_jax.engine.joined_step import can_join, join, without_rows
 from kvcache_jax.engine.options import Options
 from kvcache_jax.engine.order import rows_in_order
-from kvcache_jax.engine.parts import forget_failed, make_room_for_next
+from kvcache_jax.engine.parts import forget_failed, keep_ends, make_room_for_next
 from kvcache_jax.engine.schedule import PromptPieces, is_unusual, schedule
 from kvcache_jax.engine.state import EngineState, Phase, count
 from kvcache_jax.operations.commit import commit_rows
@@ -225,6 +225,8 @@ def draw_next(
     state, drawn = draw(state, computed, options)
     slots = jnp.where(drawn.num_tokens > 0, state.row_request, state.requests.num_slots)
     state = model.advanced(params, write_down(state, drawn, options), slots, drawn.tokens[:, 0])
+    ended = jnp.where(is_good & ~state.is_running, slots, state.requests.num_slots)
+    state = keep_ends(state, ended, options)
     return _publish(count(state, steps=jnp.ones(1, bool)), is_good)
 
 

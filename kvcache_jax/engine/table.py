@@ -181,7 +181,7 @@ class RequestTable:
             if request.stop_strings is not None:
                 sample.text = StopText(request.stop_strings)
             self._by_slot[slot] = sample
-            self._namespaces[slot] = namespace_within(self._weights, one_namespace(sample.request.namespace))
+            self._namespaces[slot] = self._namespace_of(request)
             self._by_id.setdefault(request_id, []).append(sample)
             self._to_send.append(sample)
             self._ask(sample)
@@ -210,7 +210,12 @@ class RequestTable:
         """Sets the namespace u32[4] of the weights, within which all samples have theirs from now on."""
         self._weights, self._quiet = namespace, None
         for slot, sample in self._by_slot.items():
-            self._namespaces[slot] = namespace_within(namespace, one_namespace(sample.request.namespace))
+            self._namespaces[slot] = self._namespace_of(sample.request)
+
+    def _namespace_of(self, request: GenerationRequest) -> np.ndarray:
+        """Finds the namespace u32[4] of a request under the present weights."""
+        words = namespace_within(self._weights, one_namespace(request.namespace))
+        return self._sizes.parts.namespace(words) if PARTS in request.inputs else words
 
     def end(self, sample: Sample, reason: Finish) -> bool:
         """Ends a sample; True if the device has not heard of it, and will not."""
@@ -356,6 +361,7 @@ def _write(columns: Any, i: int, sample: Sample, sizes: TableSizes, max_seq_len:
     for k, item in enumerate(request.items):
         columns.items[i, k] = item
     if sizes.spans is not None and PARTS in request.inputs:
+        columns.keeps_end[i] = sizes.parts.keeps_ends
         for k, span in enumerate(sizes.spans(request)):
             columns.parts[i, k] = span
 

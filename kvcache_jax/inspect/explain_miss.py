@@ -21,9 +21,10 @@ def explain(
 
     The reason is a junction, where keys are cached further than the states of recurrent layers; or that a row
     holds the next block and has not published it, or that the block was evicted (known as long as nothing
-    else was published in its place), or else the first token that the nearest cached sequence of the
-    namespace does not have. Of other namespaces the answer tells whether `allocate` would find more of the
-    prompt in one, and nothing else: keep even that from tenants.
+    else was published in its place), with what extras know of it, such as a retention that lapsed; or else
+    the first token that the nearest cached sequence of the namespace does not have. Of other namespaces the
+    answer tells whether `allocate` would find more of the prompt in one, and nothing else: keep even that
+    from tenants.
 
     Args:
       cache: Concrete (not traced, not batched).
@@ -99,7 +100,7 @@ def explain(
             "tokens."
         )
     elif len(chain) < most:
-        said.append(_why_not_more(view, tokens, chain, words))
+        said.append(_why_not_more(cache, view, tokens, chain, words))
     others = np.unique(view.namespace[view.is_published], axis=0)
     if any(
         len(_chain(view, tokens, most, other)) * view.block_size > found and num_found(other, spans) > found
@@ -174,14 +175,17 @@ def _chain(view: _View, tokens: np.ndarray, most: int, namespace: np.ndarray) ->
     return chain
 
 
-def _why_not_more(view: _View, tokens: np.ndarray, chain: list[int], namespace: np.ndarray) -> str:
+def _why_not_more(
+    cache: Cache, view: _View, tokens: np.ndarray, chain: list[int], namespace: np.ndarray
+) -> str:
     """States why the block after the `chain` is not found."""
     start = len(chain) * view.block_size
     block = tokens[start : start + view.block_size]
     if _is_held(view, tokens, start + view.block_size, namespace):
         return f"A row holds the tokens from position {start} on, but they are not published: commit it."
-    if _was_published(view, chain, block, namespace):
-        return f"The block from position {start} on was cached, and evicted since."
+    if (evicted := _evicted(view, chain, block, namespace)) is not None:
+        known = cache.config.hooks.explain_evicted(cache.control, evicted)
+        return f"The block from position {start} on was cached, and evicted since." + known
     children = _children(view, chain, namespace)
     if len(children):
         is_same = view.block_tokens[children] == block
@@ -213,9 +217,10 @@ def _is_held(view: _View, tokens: np.ndarray, length: int, namespace: np.ndarray
     return False
 
 
-def _was_published(view: _View, chain: list[int], block: np.ndarray, namespace: np.ndarray) -> bool:
-    """Tests whether the hash of these tokens after the `chain`, which are not cached, is still there."""
+def _evicted(view: _View, chain: list[int], block: np.ndarray, namespace: np.ndarray) -> int | None:
+    """Finds the block that still has the hash of these tokens after the `chain`, which are not cached."""
     start, hash_key = len(chain) * view.block_size, jnp.asarray(view.hash_key)
     before = view.block_hash[chain[-1]] if chain else root_hash(hash_key, jnp.asarray(namespace))
     added = block_hashes(hash_key, jnp.asarray(block), jnp.int32(start))
-    return bool((view.block_hash == np.asarray(before + added)).all(axis=1).any())
+    found = np.flatnonzero((view.block_hash == np.asarray(before + added)).all(axis=1))
+    return int(found[0]) if len(found) else None

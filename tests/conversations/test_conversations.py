@@ -231,3 +231,21 @@ def test_rows_that_end_together_spare_what_all_of_them_can(order):
     cache, _ = kv.free(cache, order)
     assert not cache.control.extras["conversations"].is_spare[shared]
     assert int(cache.control.extras["conversations"].is_spare.sum()) == 1
+
+
+@pytest.mark.parametrize(
+    ("seconds", "why"),
+    [
+        (10.0, "It would be retained for 20 s more: the pool was needed."),
+        (52.5, "Its retention, if it had any, lapsed 22.5 s ago."),
+    ],
+)
+def test_a_miss_is_explained_by_the_retention(seconds, why):
+    cache, _ = start(kv.init(config_of("retention"), storage=False), 0, (1, 2, 3, 4, 5), 7, 30.0)
+    cache, _ = kv.free(cache, [0])
+    cache = kv.policies.set_time(cache, seconds)
+    cache, _ = kv.allocate(cache, [0, 1], [20, 8], tokens=[[9] * WIDTH] * 2)
+    said = kv.inspect.explain(cache, [1, 2, 3, 4, 5])
+    assert said == (
+        f"0 of 5 tokens are cached. The block from position 0 on was cached, and evicted since. {why}"
+    )
