@@ -255,8 +255,8 @@ def _publish(state: EngineState, is_good: jax.Array) -> EngineState:
         return state
     final_len = jnp.where(is_good & state.may_publish & ~state.is_alone, state.cache.context_len, 0)
     # Only a complete answer is one that a conversation goes on from.
-    is_end = get_at(state.phase, state.row_request, Phase.EMPTY) == Phase.DONE
-    control, _ = commit_rows(state.cache.control, None, final_len, config=state.cache.config, is_end=is_end)
+    config, is_end = state.cache.config, state.is_ended
+    control, _ = commit_rows(state.cache.control, None, final_len, config=config, is_end=is_end)
     return state.with_control(control)
 
 
