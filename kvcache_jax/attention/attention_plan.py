@@ -133,8 +133,16 @@ def _may_share(plan: AttentionPlan, group: LayerGroup, config: CacheConfig, num_
     is_plain = plan.positions is None and plan.num_keys is None and plan.holes is None
     is_free = config.tile_tokens is None and config.context_axis is None
     is_free &= jax.sharding.get_abstract_mesh().empty and target_device().platform == "cpu"
-    is_long = group.max_len > 2 * STRIDE_TOKENS and plan.table_row.shape[0] > 1
+    is_long = group.max_len > 2 * STRIDE_TOKENS and plan.table_row.shape[0] >= _least_members(num_queries)
     return is_plain and is_free and is_long and group.span.keeps_all and num_queries <= MAX_DECODE_QUERIES
+
+
+def _num_places(num_queries: int) -> int:
+    return max(2, _MOST_QUERIES // num_queries)
+
+
+def _least_members(num_queries: int) -> int:
+    return min(_LEAST_MEMBERS, _num_places(num_queries))
 
 
 def find_shared(
@@ -147,8 +155,7 @@ def find_shared(
     """
     num_rows = plan.table_row.shape[0]
     stride = ceil_div(STRIDE_TOKENS, group.block_size)
-    num_places = max(2, _MOST_QUERIES // num_queries)
-    least = min(_LEAST_MEMBERS, num_places)
+    num_places, least = _num_places(num_queries), _least_members(num_queries)
     order = jnp.arange(num_rows, dtype=jnp.int32)
     num_strides = quotient(plan.first_position, stride * group.block_size)
     num_strides = jnp.where(plan.num_queries > 0, num_strides, 0)

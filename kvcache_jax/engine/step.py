@@ -23,7 +23,7 @@ from kvcache_jax.engine.options import Options
 from kvcache_jax.engine.order import rows_in_order
 from kvcache_jax.engine.parts import forget_failed, keep_ends, make_room_for_next
 from kvcache_jax.engine.schedule import PromptPieces, is_unusual, schedule
-from kvcache_jax.engine.state import EngineState, Phase, count
+from kvcache_jax.engine.state import EngineState, count
 from kvcache_jax.operations.commit import commit_rows
 from kvcache_jax.operations.extend import extend
 from kvcache_jax.operations.reserve import extend_reserved, needs, num_free, reserve
