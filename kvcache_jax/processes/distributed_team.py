@@ -30,7 +30,6 @@ _LEADER = 0
 _POLL_S = 0.0005
 _WAIT_MS = 500
 _KEPT_ORDERS = 256
-_SIGN_OFF_S = 1.0
 _numbers = itertools.count()
 
 
@@ -131,9 +130,10 @@ class DistributedTeam(Team):
         self._num_looks_lost = 0
         self._failed: dict[int, tuple[bytes, float]] = {}  # by process: its last error, and when it came
         self._signs: dict[int, tuple[bytes, float]] = {}  # by process: its last sign of life, and when
-        stop = threading.Event()
-        threading.Thread(target=_watch, args=(weakref.ref(self), stop), daemon=True).start()
-        atexit.register(_leave, weakref.ref(self), stop, client, self._key, timeout_s, self.is_leader)
+        of, stop = weakref.ref(self), threading.Event()
+        watch = threading.Thread(target=_watch, args=(of, stop), daemon=True)
+        watch.start()
+        atexit.register(_leave, of, stop, watch, client, self._key, timeout_s)
 
     @property
     def is_leader(self) -> bool:
@@ -368,19 +368,25 @@ def _watch(of: weakref.ref, stop: threading.Event) -> None:
 
 
 def _leave(
-    of: weakref.ref, stop: threading.Event, client: Any, key: str, timeout_s: float, is_leader: bool
+    of: weakref.ref, stop: threading.Event, watch: threading.Thread, client: Any, key: str, timeout_s: float
 ) -> None:
-    """Ends with the others, the leader after them: it has the service from which they sign off.
+    """Ends with the others, the leader after them: it has the service, without which they would abort.
 
     Also where the team itself is forgotten by then.
     """
-    team = of()
-    if team is None or team._lost is None:
+    team, state = of(), distributed.global_state
+    if state.client is client and (team is None or team._lost is None):
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # one has ended already
             client.wait_at_barrier(f"{key}leave", int(1000 * timeout_s))
-            if is_leader:
-                time.sleep(_SIGN_OFF_S)
-            else:  # now, for what else is done at exit may take longer than the leader waits
-                stop.set()
-                jax.distributed.shutdown()
+            _stop(stop, watch, timeout_s)
+            # Without recoverability, shutdown itself waits for all.
+            if state.process_id == _LEADER and jax.config.jax_enable_recoverability:  # type: ignore
+                client.get_live_nodes([*range(state.num_processes)])  # the leader alone asks: all others left
+            jax.distributed.shutdown()
+    _stop(stop, watch, timeout_s)
+
+
+def _stop(stop: threading.Event, watch: threading.Thread, timeout_s: float) -> None:
+    """Ends a watch: where its thread is in the store while Python ends, the process aborts."""
     stop.set()
+    watch.join(timeout_s)

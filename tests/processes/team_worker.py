@@ -275,6 +275,15 @@ def spec_of(shape):
 STDLIB = pathlib.Path(__file__).parents[2] / "models/stdlib_bytes"
 
 
+def leaving(size, seconds):
+    """Process 1 takes long to sign off, at its end; of two teams, which are forgotten by then."""
+    for _ in range(2):
+        kv.processes.DistributedTeam(timeout_s=LONG_TIMEOUT_S)
+    if jax.process_index() == 1:
+        shutdown = jax.distributed.shutdown
+        jax.distributed.shutdown = lambda: (time.sleep(float(seconds)), shutdown())
+
+
 def differing(size, what):
     """Process 1 has other parameters, options or calls: each is named before anything runs."""
     is_other = jax.process_index() == 1

@@ -141,6 +141,13 @@ def test_a_process_that_is_late_is_not_lost():
 
 
 @pytest.mark.slow
+def test_all_processes_end_well_where_one_takes_long_to_sign_off():
+    """The leader's end would abort it."""
+    found = run_workers(2, "leaving:3")
+    assert [code for code, *_ in found.values()] == [0, 0], found
+
+
+@pytest.mark.slow
 def test_an_error_in_the_model_of_one_process_is_named():
     code, [said], _ = run_workers(2, "raising:")[LEADER]
     assert code == 3 and said["failed"] == "process 1 failed: OSError: a disk is full"
