@@ -123,7 +123,7 @@ def test_calls_in_all_processes_give_what_one_process_gets():
     found = run_workers(2, "calls:")
     assert [code for code, *_ in found.values()] == [0, 0], found
     [said], [other] = found[LEADER][1], found[DOOMED][1]
-    assert said == other and said.pop("loaded") > 5
+    assert said == other
     scored = said.pop("scored")
     for name, results in said.items():
         assert results == CALLS[name](exact_model.forward, make_params(), CALLED)
