@@ -19,7 +19,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 from jax._src import distributed  # the coordination service's store has no public name
@@ -30,7 +30,6 @@ _LEADER = 0
 _POLL_S = 0.0005
 _WAIT_MS = 500
 _KEPT_ORDERS = 256
-_SIGN_OFF_S = 1.0
 _numbers = itertools.count()
 
 
@@ -122,7 +121,8 @@ class DistributedTeam(Team):
             )
         self._client: Any = client
         self._key = f"kvcache_jax/team {next(_numbers)}/"
-        self._exits, self._timeout_s = exits, timeout_s
+        self._exits, self._timeout_s, self._pause_s = exits, timeout_s, min(timeout_s / 5, 1.0)
+        self._grace_s = timeout_s + 4 * self._pause_s  # until a silent process is surely known for one
         self._members: list[Callable[..., None]] = []
         self._runs = False
         self._call = 0, "DistributedTeam"  # number and name of the call that all processes make
@@ -131,9 +131,10 @@ class DistributedTeam(Team):
         self._num_looks_lost = 0
         self._failed: dict[int, tuple[bytes, float]] = {}  # by process: its last error, and when it came
         self._signs: dict[int, tuple[bytes, float]] = {}  # by process: its last sign of life, and when
-        stop = threading.Event()
-        threading.Thread(target=_watch, args=(weakref.ref(self), stop), daemon=True).start()
-        atexit.register(_leave, weakref.ref(self), stop, client, self._key, timeout_s, self.is_leader)
+        of, stop = weakref.ref(self), threading.Event()
+        watch = threading.Thread(target=_watch, args=(of, stop), daemon=True)
+        watch.start()
+        atexit.register(_leave, of, stop, watch, client, self._key, timeout_s)
 
     @property
     def is_leader(self) -> bool:
@@ -258,7 +259,7 @@ class DistributedTeam(Team):
         key = f"{self._key}failed/{jax.process_index()}"
         self._client.key_value_set_bytes(key, text.encode(), allow_overwrite=True)
 
-    def _end(self) -> None:
+    def _end(self) -> NoReturn:
         """Ends a process whose team is lost."""
         assert self._lost
         if self._exits:
@@ -296,16 +297,6 @@ class DistributedTeam(Team):
         if self.is_leader:
             raise ProcessLost(self._lost)
         self._end()
-        raise AssertionError
-
-    @property
-    def _pause_s(self) -> float:
-        return min(self._timeout_s / 5, 1.0)
-
-    @property
-    def _grace_s(self) -> float:
-        """Seconds until a silent process is surely known for one."""
-        return self._timeout_s + 4 * self._pause_s
 
     def _look(self) -> None:
         """Gives a sign of life, and looks for the others' signs."""
@@ -313,7 +304,8 @@ class DistributedTeam(Team):
         sign = f"{number} {call} {time.monotonic()}"
         self._client.key_value_set_bytes(f"{self._key}alive/{me}", sign.encode(), allow_overwrite=True)
         for what, found in (("alive", self._signs), ("failed", self._failed)):
-            for process, sign in self._of_processes(what):
+            for name, sign in self._client.key_value_dir_get_bytes(f"{self._key}{what}/"):
+                process = int(name.rsplit("/", 1)[1])
                 if process != me and sign != found.get(process, (None,))[0]:
                     found[process] = sign, time.monotonic()
         lost = self._look_for_lost(me, number, call)
@@ -337,10 +329,6 @@ class DistributedTeam(Team):
                     "same calls in the same order in all processes"
                 )
         return None
-
-    def _of_processes(self, what: str) -> list[tuple[int, bytes]]:
-        found = self._client.key_value_dir_get_bytes(f"{self._key}{what}/")
-        return [(int(name.rsplit("/", 1)[1]), value) for name, value in found]
 
 
 def _error_of(data: jax.Array) -> Exception | None:
@@ -368,19 +356,20 @@ def _watch(of: weakref.ref, stop: threading.Event) -> None:
 
 
 def _leave(
-    of: weakref.ref, stop: threading.Event, client: Any, key: str, timeout_s: float, is_leader: bool
+    of: weakref.ref, stop: threading.Event, watch: threading.Thread, client: Any, key: str, timeout_s: float
 ) -> None:
-    """Ends with the others, the leader after them: it has the service from which they sign off.
-
-    Also where the team itself is forgotten by then.
-    """
-    team = of()
-    if team is None or team._lost is None:
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # one has ended already
+    """Ends with the others, of a forgotten team too; the leader last, for without its service they abort."""
+    team, state = of(), distributed.global_state
+    is_whole = state.client is client and (team is None or team._lost is None)
+    try:
+        if is_whole:
             client.wait_at_barrier(f"{key}leave", int(1000 * timeout_s))
-            if is_leader:
-                time.sleep(_SIGN_OFF_S)
-            else:  # now, for what else is done at exit may take longer than the leader waits
-                stop.set()
-                jax.distributed.shutdown()
+    except jax.errors.JaxRuntimeError:
+        is_whole = False  # one has ended already
     stop.set()
+    watch.join(timeout_s)  # where this thread is in the store while Python ends, the process aborts
+    if is_whole:
+        # Without recoverability, shutdown itself waits for all.
+        if state.process_id == _LEADER and jax.config.jax_enable_recoverability:  # type: ignore
+            client.get_live_nodes([*range(state.num_processes)])  # which the others do not ask: they left
+        jax.distributed.shutdown()

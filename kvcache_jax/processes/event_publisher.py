@@ -3,7 +3,6 @@
 import collections
 import contextlib
 import queue
-import struct
 import threading
 import time
 from collections.abc import Sequence
@@ -20,11 +19,11 @@ from kvcache_jax.processes.index_events import (
     IndexFollower,
 )
 
-_END = -1
+_END = b"\xff" * 8  # -1
 _POLL_SECONDS = 0.02
 
 
-class EventPublisher(Attachment):
+class EventPublisher(Attachment, contextlib.AbstractContextManager):
     """A ZeroMQ publisher of batches of events, with numbers in sequence and a socket that sends them again.
 
     A message has three frames: the topic, the number as eight bytes in big-endian order, and MessagePack of
@@ -128,9 +127,6 @@ class EventPublisher(Attachment):
         self._is_closing.set()
         self._thread.join()
 
-    def __enter__(self) -> "EventPublisher":
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -157,7 +153,7 @@ class EventPublisher(Attachment):
     def _send(self, payload: bytes) -> None:
         number, self._number = self._number, self._number + 1
         self._sent.append((number, payload))
-        self._publisher.send_multipart((self._topic, _bytes_of(number), payload))
+        self._publisher.send_multipart((self._topic, number.to_bytes(8, "big"), payload))
 
     def _send_again(self, request: list[bytes]) -> None:
         assert self._replay is not None
@@ -166,17 +162,16 @@ class EventPublisher(Attachment):
         client, first = request[0], int.from_bytes(request[2], "big")
         for number, payload in self._sent:
             if number >= first:
-                self._replay.send_multipart((client, b"", _bytes_of(number), payload))
-        self._replay.send_multipart((client, b"", _bytes_of(_END), b""))
+                self._replay.send_multipart((client, b"", number.to_bytes(8, "big"), payload))
+        self._replay.send_multipart((client, b"", _END, b""))
 
 
 def _fields_of(event: IndexEvent) -> list[Any]:
     """Lists an event's tag and its fields, in the order that subscribers expect."""
     match event:
         case BlockStored():
-            lora_id = lora_name = None
             fields = [[*event.block_hashes], event.parent_block_hash, [*event.token_ids], event.block_size]
-            fields += [lora_id, event.medium, lora_name]
+            fields += [None, event.medium, None]  # without the id and the name of a LoRA
             if event.namespace:
                 fields.append([[event.namespace]] * len(event.block_hashes))
         case BlockRemoved():
@@ -184,7 +179,3 @@ def _fields_of(event: IndexEvent) -> list[Any]:
         case AllBlocksCleared():
             fields = []
     return [type(event).__name__, *fields]
-
-
-def _bytes_of(number: int) -> bytes:
-    return struct.pack(">q", number)

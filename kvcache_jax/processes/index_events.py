@@ -143,8 +143,7 @@ def _stored(
             runs.append([block])
     events: list[IndexEvent] = []
     for run in runs:
-        parent = blocks.parents[run[0]]
-        namespace = blocks.namespace(run[0])
+        parent, namespace = blocks.parents[run[0]], blocks.namespace(run[0])
         events.append(
             BlockStored(
                 tuple(name for block in run if (name := names[block]) is not None),

@@ -1,7 +1,7 @@
 """Replicas of one model: what each holds of a prompt, and the choice among them."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -98,23 +98,6 @@ class Replica(NamedTuple):
     num_running: int
 
 
-type _Key = Callable[[Replica, int], tuple[int, ...]]
-
-_KEYS: dict[str, _Key] = {
-    "round robin": lambda replica, num_tokens: (),
-    "least loaded": lambda replica, num_tokens: (replica.num_queued + replica.num_running,),
-    "longest prefix": lambda replica, num_tokens: (
-        -replica.num_cached,
-        replica.num_queued + replica.num_running,
-    ),
-    "cost": lambda replica, num_tokens: (
-        num_tokens - replica.num_cached + replica.num_queued,
-        replica.num_running,
-    ),
-}
-_RANDOM = "random"
-
-
 def choose_replica(
     replicas: Sequence[Replica], num_tokens: int, policy: str = "cost", *, turn: int = 0
 ) -> int:
@@ -149,8 +132,6 @@ def choose_replica(
       [0, 1]
     """
     num_tokens, turn = static_count("num_tokens", num_tokens, 0), static_count("turn", turn, 0)
-    if policy not in (names := (_RANDOM, *_KEYS)):
-        raise ValueError(f"policy is {policy!r}, expected one of {', '.join(names)}")
     if not len(replicas):
         raise ValueError("got no replicas, expected at least one")
     known = []
@@ -160,8 +141,21 @@ def choose_replica(
         values = {f"replicas[{i}].{name}": value for name, value in replica._asdict().items()}
         known.append(Replica(*(static_count(name, value, 0) for name, value in values.items())))
         static_count(f"replicas[{i}].num_cached", replica.num_cached, 0, num_tokens, "num_tokens")
-    if policy == _RANDOM:
+    keys = [_keys(replica, num_tokens) for replica in known]
+    if policy not in (names := ("random", *keys[0])):
+        raise ValueError(f"policy is {policy!r}, expected one of {', '.join(names)}")
+    if policy == "random":
         return int.from_bytes(hashlib.blake2b(b"%d" % turn, digest_size=8).digest()) % len(known)
     # Without turns all that no replica holds would go to the first while all are idle.
-    keys = [(_KEYS[policy](known[i], num_tokens), (i - turn) % len(known)) for i in range(len(known))]
-    return keys.index(min(keys))
+    return min(range(len(known)), key=lambda i: (keys[i][policy], (i - turn) % len(known)))
+
+
+def _keys(replica: Replica, num_tokens: int) -> dict[str, tuple[int, ...]]:
+    """Computes by policy what the replica with the least is chosen by."""
+    load = replica.num_queued + replica.num_running
+    return {
+        "round robin": (),
+        "least loaded": (load,),
+        "longest prefix": (-replica.num_cached, load),
+        "cost": (num_tokens - replica.num_cached + replica.num_queued, replica.num_running),
+    }

@@ -151,7 +151,7 @@ def test_subscribers_are_told_of_all_blocks_again_after_some_were_not_sent(monke
     with EventPublisher("tcp://127.0.0.1:*") as publisher:
         for start, is_full in ((1, False), (2, True), (3, True), (4, False), (4, False)):
 
-            def publish(events, is_full=is_full):
+            def publish(events, shard, is_full=is_full):
                 if is_full:
                     raise queue.Full
                 sent.append(events)
