@@ -170,6 +170,8 @@ def test_answers_stay_as_reasoning_goes(by):
         np.testing.assert_allclose(logprobs, scores, atol=2e-4)
         assert num_reused == talk.num_reused
         most = max(most, num_reused)
+        if by == "generate":
+            assert kv.lookup(state["cache"], np.array([prompt]), [len(prompt)]).tolist() == [0], "not others'"
     assert most >= 3
 
 
@@ -263,6 +265,15 @@ def test_random_turns_are_exact_where_all_is_computed_again(seed):
     if not seed:
         counts = engine.figures().counts
         assert counts[kv.engine.Counter.PREEMPTIONS] and counts[kv.engine.Counter.CACHED_TOKENS]
+
+
+def test_of_named_answers_is_looked_up_what_is_kept_of_them():
+    """Not the last token, which no row held, nothing past the longest chunk, and no short ones."""
+    store = kv.chunks.Store(8, MOST)
+    answers = kv.chunks.AnswerParts(reuse=kv.chunks.Reuse(rotate=ROTATE), after=[MARK], least_len=LEAST)
+    named = [(14, 14 + MOST + 3), (0, 1), (2, 2 + LEAST), (6, 7 + LEAST)]
+    found = answers.spans(np.arange(30), named, 40, tiny_model.config(num_blocks=60, extras=[store]))
+    assert found == [(6, 6 + LEAST), (14, 14 + MOST)]
 
 
 def refuse(match, kind: type[Exception] = ValueError):

@@ -306,6 +306,22 @@ def test_other_weights_have_passages_of_their_own():
     assert (np.asarray(engine.state.cache.control.extras["chunks"].length) == 12).sum() == 2
 
 
+def test_a_row_forgets_what_it_was_to_compute_of_a_cancelled_request():
+    """The next request in its place computes its own tokens alone, here the two that are not cached."""
+    engine = make_engine()
+    again = [list(text(7, 30))]
+    collect(engine, [ask([c], 1, "warm"), ask(again, 1, "before")])
+    assert engine.push([ask([c, list(text(6, 16)), c], 5, "gone")]) == 1
+    engine.drain(max_steps=1)
+    state = jax.device_get(engine.state)
+    assert state.parts.is_again[0].any(), "it is not done"
+    before = int(state.counters[kv.engine.Counter.PREFILL_TOKENS])
+    assert engine.cancel("gone")
+    request = ask(again, 5, "after")
+    expect(collect(engine, [request]), request)
+    assert counted(engine, "PREFILL_TOKENS") == before + 30 - 28 - 1
+
+
 def not_a_number(params, tokens, cache, step):
     """The model, whose logits after a passage computed alone are no numbers."""
     logits, cache = forward(params, tokens, cache, step)
