@@ -146,16 +146,17 @@ class AnswerParts(ChunkParts):
         prompt_len: jax.Array,
         length: jax.Array,
         kept: jax.Array,
-    ) -> Cache:
-        """Stores the answer of a row."""
+    ) -> tuple[Cache, jax.Array]:
+        """Stores the answer of a row; its reasoning is published nowhere, for the history drops it."""
         first, num_tokens = find_answer(tokens, prompt_len, length, tuple(self.after))
         most = self.max_len(cache.config)
+        published = jnp.where(first > 0, prompt_len, length)
         num_tokens = jnp.where(num_tokens < self.least_len, 0, jnp.minimum(num_tokens, most))
         places = jnp.arange(most, dtype=jnp.int32)[None]
         name = get_at(tokens, (jnp.zeros_like(row)[:, None], first[:, None] + places), 0)
         name = jnp.where(places < num_tokens[:, None], name, 0)
         is_there = self.find(cache.control, name, num_tokens, get_at(cache.control.namespace, row)) != NO_PART
-        return keep_span(cache, row, first, jnp.where(is_there, 0, num_tokens), name, kept)
+        return keep_span(cache, row, first, jnp.where(is_there, 0, num_tokens), name, kept), published
 
     def put(
         self, cache: Cache, row: jax.Array, ids: jax.Array, starts: jax.Array, tokens: jax.Array
@@ -197,23 +198,24 @@ class AnswerRows(ChunkRows):
         tokens[0, : len(self.call.tokens[prompt_id])] = self.call.tokens[prompt_id]
         return on_rows(settle_rows, cache, jnp.array([row]), jnp.asarray(ids), jnp.asarray(tokens))[0]
 
-    def keep_end(self, cache: Cache, prompt_id: int, row: int, tokens: Sequence[int]) -> Cache:
-        """Stores the answer of a row."""
+    def keep_end(self, cache: Cache, prompt_id: int, row: int, tokens: Sequence[int]) -> tuple[Cache, int]:
+        """Stores the answer of a row; its reasoning is published nowhere, for the history drops it."""
         prompt = self.call.tokens[prompt_id]
         text = np.append(prompt, np.array(tokens[:-1], np.int32))[None]
         (first,), (num,) = find_answer(
             text, np.array([len(prompt)]), np.array([text.shape[1]]), tuple(self.answers.after), np
         )
+        published = len(prompt) if first > 0 else text.shape[1]
         num = min(int(num), chunks_of(cache.control).tokens.shape[1])
         if num < self.answers.least_len:
-            return cache
+            return cache, published
         name = chunk_name(cache, text[0, first : first + num])
 
         def store(cache: Cache) -> tuple[Cache, bool | None]:
             cache, stored = store_donated(cache, np.array([row]), np.array([first]), np.array([num]), name)
             return cache, int(stored.status[0]) == Status.OK or None
 
-        return self.with_room(cache, store)[0]
+        return self.with_room(cache, store)[0], published
 
 
 @dataclasses.dataclass(frozen=True)

@@ -206,13 +206,15 @@ class Host:
             ended[row] = Generation(prompt_id, sample_id, tokens, scores, why)
         self.note(state, list(ended.values()))
         self.done += ended.values()
-        has_numbers = [row for row in ended if phase[row] != RowPhase.NAN_LOGITS]
-        for row in has_numbers:
-            cache = prompt_rows.keep_end(state.cache, self.running[row][0], row, ended[row].tokens)
+        published = np.zeros(self.config.max_seqs, np.int32)
+        for row in [row for row in ended if phase[row] != RowPhase.NAN_LOGITS]:
+            cache, published[row] = prompt_rows.keep_end(
+                state.cache, self.running[row][0], row, ended[row].tokens
+            )
             state = dataclasses.replace(state, cache=cache)
         for row in ended:
             del self.running[row]
-        return self._free(state, list(ended), has_numbers)
+        return self._free(state, list(ended), published)
 
     def _stop_at(self, tokens: list[int], num_checked: int) -> int | None:
         """Counts the tokens that complete the first stop string, None without one; `num_checked` do not."""
@@ -228,13 +230,15 @@ class Host:
                 return end
         return None
 
-    def _free(self, state: DecodeState, rows: list[int], to_publish: list[int]) -> DecodeState:
+    def _free(self, state: DecodeState, rows: list[int], published: np.ndarray) -> DecodeState:
+        """Frees rows, of which the first `published` i32[max_seqs] tokens stay cached."""
         if not rows:
             return state
         max_seqs = self.config.max_seqs
         cache, ids = state.cache, row_list(rows, max_seqs)
         if cache.config.enable_prefix_caching:
-            cache, _ = commit(cache, row_list(to_publish, max_seqs))
+            to_publish = row_list(np.flatnonzero(published).tolist(), max_seqs)
+            cache, _ = commit(cache, to_publish, final_len=np.append(published, 0)[to_publish])
         cache, _ = free(cache, ids)
         draft_cache = state.draft_cache
         if draft_cache is not None:

@@ -29,7 +29,8 @@ class PromptParts:
     at most as many blocks as its row did.
 
     Where it `keeps_ends`, none is computed alone: parts are what ended requests left, and one that is not
-    kept is other text. Rows then publish all that they hold, in a namespace that only such requests share.
+    kept is other text. Rows then publish their prompts, and when they end what `keep_end` says, in a
+    namespace that only such requests share.
 
     Attributes:
       max_parts: Most parts of one prompt.
@@ -110,7 +111,7 @@ class PromptParts:
         prompt_len: jax.Array,
         length: jax.Array,
         kept: jax.Array,
-    ) -> Cache:
+    ) -> tuple[Cache, jax.Array]:
         """Keeps what the next request may name of a row whose request has ended.
 
         Args:
@@ -120,8 +121,11 @@ class PromptParts:
           prompt_len: i32[1], the first ones that are its prompt's.
           length: i32[1], tokens of the request that the row holds: all but its last.
           kept: i32[any], ids that are not given up.
+
+        Returns:
+          The cache, and i32[1], the row's first tokens that the next request may begin with.
         """
-        return cache
+        return cache, length
 
     def put(
         self, cache: Cache, row: jax.Array, ids: jax.Array, starts: jax.Array, tokens: jax.Array

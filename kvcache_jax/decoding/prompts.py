@@ -109,7 +109,7 @@ class PromptRows:
         """
         return cache
 
-    def keep_end(self, cache: Cache, prompt_id: int, row: int, tokens: Sequence[int]) -> Cache:
+    def keep_end(self, cache: Cache, prompt_id: int, row: int, tokens: Sequence[int]) -> tuple[Cache, int]:
         """Keeps what the next prompt may have of a row that ended, and is freed next.
 
         Args:
@@ -117,8 +117,11 @@ class PromptRows:
           prompt_id: The prompt.
           row: Its row, or one of its samples.
           tokens: The continuation, of which the row holds all but the last.
+
+        Returns:
+          The cache, and most of the row's first tokens that are published.
         """
-        return cache
+        return cache, cache.config.max_seq_len
 
 
 @dataclasses.dataclass(frozen=True)

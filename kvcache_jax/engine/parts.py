@@ -114,25 +114,34 @@ def keep_computed(state: EngineState, options: Options) -> EngineState:
     return run_if(is_done.any(), keep, state)
 
 
-def keep_ends(state: EngineState, slots: jax.Array, options: Options) -> EngineState:
-    """Keeps what requests `slots` i32[max_seqs] leave in their rows, where they just ended; R for none."""
-    if not options.parts.keeps_ends or state.parts is None or state.requests.keeps_end is None:
-        return state
+def keep_ends(
+    state: EngineState, slots: jax.Array, is_end: jax.Array, options: Options
+) -> tuple[EngineState, jax.Array]:
+    """Keeps what requests `slots` i32[max_seqs], R for none, leave in their rows where they just ended.
+
+    Returns the state, and i32[max_seqs], the rows' first tokens that are published.
+    """
+    context_len, requests = state.cache.context_len, state.requests
+    if not options.parts.keeps_ends or state.parts is None or requests.keeps_end is None:
+        return state, context_len
+    keeps = get_at(requests.keeps_end, slots, False)
+    prompt_len = get_at(requests.prompt_len, slots, 0)
+    published = jnp.where(keeps, jnp.minimum(prompt_len, context_len), context_len)
     # What was computed under other weights has no name.
-    is_left = get_at(state.requests.keeps_end, slots, False) & state.may_publish
+    is_left = keeps & is_end & state.may_publish
     kept = state.parts.ids.reshape(-1)
 
-    def keep(loop: tuple[Cache, jax.Array]) -> tuple[Cache, jax.Array]:
-        cache, is_left = loop
+    def keep(loop: tuple[Cache, jax.Array, jax.Array]) -> tuple[Cache, jax.Array, jax.Array]:
+        cache, is_left, published = loop
         row = first_true(is_left)[None]
         slot = slots[row]
         tokens, length = state.tokens_of(slot), get_at(state.length, slot) - 1
-        prompt_len = get_at(state.requests.prompt_len, slot)
-        cache = options.parts.keep_end(cache, row, tokens, prompt_len, length, kept)
-        return cache, is_left.at[row].set(False)
+        cache, num = options.parts.keep_end(cache, row, tokens, prompt_len[row], length, kept)
+        return cache, is_left.at[row].set(False), published.at[row].set(num)
 
-    cache, _ = lax.while_loop(lambda loop: loop[1].any(), keep, (state.cache, is_left))
-    return dataclasses.replace(state, cache=cache)
+    loop = state.cache, is_left, published
+    cache, _, published = lax.while_loop(lambda loop: loop[1].any(), keep, loop)
+    return dataclasses.replace(state, cache=cache), published
 
 
 def _leave(state: EngineState, rows: jax.Array) -> EngineState:

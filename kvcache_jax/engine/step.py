@@ -225,9 +225,8 @@ def draw_next(
     state, drawn = draw(state, computed, options)
     slots = jnp.where(drawn.num_tokens > 0, state.row_request, state.requests.num_slots)
     state = model.advanced(params, write_down(state, drawn, options), slots, drawn.tokens[:, 0])
-    ended = jnp.where(is_good & ~state.is_running, slots, state.requests.num_slots)
-    state = keep_ends(state, ended, options)
-    return _publish(count(state, steps=jnp.ones(1, bool)), is_good)
+    state, num_tokens = keep_ends(state, slots, is_good & ~state.is_running, options)
+    return _publish(count(state, steps=jnp.ones(1, bool)), jnp.where(is_good, num_tokens, 0))
 
 
 def _processed(processed: Any, logits: jax.Array) -> jax.Array:
@@ -249,11 +248,11 @@ def _all_numbers(computed: Computed) -> jax.Array:
     return is_good.all(axis=1) & (computed.num_tokens > 0)
 
 
-def _publish(state: EngineState, is_good: jax.Array) -> EngineState:
-    """Publishes the full blocks of rows whose latest logits are numbers."""
+def _publish(state: EngineState, num_tokens: jax.Array) -> EngineState:
+    """Publishes the full blocks of the first `num_tokens` i32[max_seqs] of rows."""
     if state.cache.control.prefix_index is None:
         return state
-    final_len = jnp.where(is_good & state.may_publish & ~state.is_alone, state.cache.context_len, 0)
+    final_len = jnp.where(state.may_publish & ~state.is_alone, num_tokens, 0)
     # Only a complete answer is one that a conversation goes on from.
     config, is_end = state.cache.config, state.is_ended
     control, _ = commit_rows(state.cache.control, None, final_len, config=config, is_end=is_end)
