@@ -91,12 +91,25 @@ _SPLIT = Budget(
 # each, its logits and its weights, and the results. A pool has 268 MB.
 CACHE_CASES = (
     _case("step_on_a_mesh", _SPLIT, (_COPY, _DECODE, _MERGE), num_devices=2, max_new=1),
-    # The kernel takes 8 queries a row, so of 64 it is given 8 rows. These and a packed step's may be split
-    # where a few are much longer than the rest: 5 MB of parts, and 2 MB.
+    # The decode takes 8 queries a row, so of 32 it is given 4 rows. These and a packed step's may be split
+    # where a few are much longer than the rest. From 64 queries on a row is the prefill's, which splits none.
+    _case(
+        "chunk_of_32_tokens",
+        dataclasses.replace(_SPLIT, registers=208, temporary_bytes=9_000_000),
+        (_COPY, _DECODE, _MERGE),
+        max_new=32,
+    ),
     _case(
         "chunk_of_64_tokens",
-        dataclasses.replace(_SPLIT, registers=208, temporary_bytes=22_400_000),
-        (_COPY, _DECODE, _MERGE),
+        Budget(
+            registers=168,
+            shared_memory=167_936,
+            min_wgmma=16,
+            min_tma=21,
+            min_fences=4,
+            temporary_bytes=4_500_000,
+        ),
+        (_COPY, "paged_prefill"),
         max_new=64,
     ),
     _case(
