@@ -133,9 +133,9 @@ def test_the_engine_draws_the_tokens_of_whole_texts(prompts, options):
         assert said == {(nth, i): answer(prompt, 13) for i, prompt in enumerate(prompts)}
         assert kv.check_invariants(engine.state.cache) == []
     assert int(kv.stats(engine.state.cache).num_token_hits) > 100
-    # A conversation goes on from the state that its last answer left, in whose middle no prompt ended.
-    text = [*prompts[0], *answer(prompts[0], 13)]
-    engine.push([kv.GenerationRequest(prompts[0], 13, id="turn")])
+    # A conversation goes on from the state at its last answer's end: two tokens after a full block.
+    text = [*prompts[0], *answer(prompts[0], 9)]
+    engine.push([kv.GenerationRequest(prompts[0], 9, id="turn")])
     assert [token for event in engine for token in event.tokens] == text[len(prompts[0]) :]
     engine.push([kv.GenerationRequest([*text, 0], 2, id="next")])
     [*events] = engine
