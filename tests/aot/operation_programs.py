@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 import kvcache_jax as kv
 from tests.aot.budget import i32
-from tests.aot.program import Limits, Program, shapes_of
+from tests.aot.program import Limits, Program, shapes_of, traced_for_gpu
 
 NUM_ROWS, NUM_LISTED, PROMPT_LEN = 32, 8, 256
 """Rows of the cache, rows that a call names, and tokens of a prompt."""
@@ -92,7 +92,8 @@ def _values(num_heads: int) -> jax.ShapeDtypeStruct:
 
 
 def _step(config: kv.CacheConfig) -> Any:
-    return jax.eval_shape(lambda *args: _extend(*args, None)[1], shapes_of(config), i32(NUM_ROWS))
+    with traced_for_gpu():
+        return jax.eval_shape(lambda *args: _extend(*args, None)[1], shapes_of(config), i32(NUM_ROWS))
 
 
 def _programs_of(num_groups: int, policy: str | None) -> list[Program]:

@@ -1,5 +1,6 @@
 """A program whose loops, launches and copies are counted, and how many of each it may have."""
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -8,9 +9,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Sharding
+from jax.sharding import AbstractDevice, AbstractMesh, Sharding, use_abstract_mesh
 
 import kvcache_jax as kv
+from tests.aot import h200
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +78,12 @@ class Program:
     def jitted(self) -> jax.stages.Wrapped:
         """Returns the function, to be lowered."""
         return jax.jit(self.function, donate_argnums=() if self.donated is None else self.donated)
+
+
+def traced_for_gpu() -> contextlib.AbstractContextManager:
+    """What is traced within it, is traced for an H200, on any machine."""
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=h200.NUM_SMS, platform="cuda")
+    return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
 
 
 def placed(arguments: Any, device: Sharding, host: Sharding) -> Any:

@@ -4,13 +4,13 @@ import dataclasses
 import os
 
 import jax
-from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
+from jax.sharding import SingleDeviceSharding
 
 from tests.aot import h200
 from tests.aot.hlo import num_copies
 from tests.aot.loop_counts import LoopCounts, compiled_counts, lowered_counts
 from tests.aot.operation_programs import operation_programs
-from tests.aot.program import Limits, Program, placed
+from tests.aot.program import Limits, Program, placed, traced_for_gpu
 from tests.aot.step_programs import step_programs
 
 
@@ -47,8 +47,7 @@ def start_compiler() -> None:
 
 def lower(program: Program) -> ProgramCost:
     """Lowers the program for CUDA, on any machine."""
-    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=h200.NUM_SMS, platform="cuda")
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+    with traced_for_gpu():
         lowered = program.jitted().trace(*program.arguments()).lower(lowering_platforms=("cuda",))
     return ProgramCost(lowered_counts(lowered.compiler_ir(), program.is_ordinary, program.is_loop))
 
