@@ -214,6 +214,11 @@ def test_what_hangs_on_answers_is_found_by_such_requests_alone():
     assert answer_of(answer(engine, text(9, 6), 8, [])[0]) and answer_of(
         answer(engine, text(10, 6), 8, [])[0]
     )
+    for start, end in spans:
+        length = min(end - 1 - start, MOST)
+        name = np.zeros((1, MOST), np.int32)
+        name[0, :length] = prompt[start : start + length]
+        assert kv.chunks.find(engine.state.cache, name, [length], answers_namespace(own)).tolist() == [2]
     talk.keeps = False
     scores = talk.turn(prompt, 9)[1]
     np.testing.assert_allclose(answer(engine, prompt, 9, spans)[1], scores, atol=2e-4)
