@@ -104,7 +104,7 @@ class _Text:
         return text
 
     def with_more(self, num: int) -> np.ndarray:
-        """Returns its blocks, and those of `num` tokens behind it that are nobody else's."""
+        """Returns its blocks, and the blocks of `num` tokens after it, which no other has."""
         num_more = (self.length + num) // BLOCK - len(self._ids)
         return np.array([*self._ids, *(next(self._next_id) for _ in range(num_more))], np.int32)
 

@@ -287,7 +287,7 @@ def find_device(interpret: bool) -> Any:
 
 
 def check_device() -> None:
-    """Raises if the device answers nobody, as after an illegal access."""
+    """Raises if the device does not answer, as after an illegal access."""
     jax.block_until_ready(jnp.arange(8).sum())
     synchronize()
 

@@ -19,7 +19,7 @@ from kvcache_jax.arrays.masked_updates import (
 
 OUTSIDE = -(2**31), -7, -1, 7, 8, 2**31 - 1
 IN_ALL = pytest.mark.parametrize("num_more", [0, 40], ids=["compared", "scattered"])
-"""Entries outside beside those of a test: few entries are compared with each place."""
+"""Entries outside, added to a test's own: few entries are compared with each place."""
 
 
 def test_reads_outside_give_the_fill():

@@ -47,7 +47,7 @@ def test_prefill(name):
 
 @pytest.mark.slow
 def test_values_that_no_query_sees_may_be_nan():
-    """Also those of blocks that are read: before the window, after the last query that counts. And what a row
+    """Also slots of blocks that are read: before the window, after the last query that counts. And what a row
     does not read is seen by none of its queries, although they are behind it."""
     shape = SHAPES["window"]
     problem = shape.problem()

@@ -166,7 +166,7 @@ class SharedMemory:
         _refuse((places < SHARED) | (places >= self.data.size), "is out of the bounds of shared memory")
 
     def _check_fenced(self, places: np.ndarray, verb: str, warpgroup: int) -> None:
-        """Of other warpgroups, whoever waits for one after its fence sees what it stored."""
+        """A warp of another warpgroup that waits for one after its fence sees what it stored."""
         stored = self._stored[places]
         lacks_barrier = (stored == _FENCED) & (self._storer[places] == warpgroup)
         _refuse(
