@@ -174,12 +174,12 @@ _PROMPTS = functools.partial(_SERVE, "engine, 256 tokens of prompts", part=WITH_
 STEPS = (
     _OWN(STACK),
     _OWN(STACK_BY_CUBLAS, compiler_options=MappingProxyType(BY_CUBLAS)),
-    _OWN(SINGLE, limits=Limits(launches=268)),
+    _OWN(SINGLE, limits=Limits(launches=257)),
     _GENERATE(STACK),
-    _GENERATE(SINGLE, limits=Limits(launches=312)),
+    _GENERATE(SINGLE, limits=Limits(launches=300)),
     _ENGINE(STACK),
     _ENGINE(SINGLE, limits=Limits(launches=324)),
-    _PROMPTS(SINGLE, limits=Limits(launches=560, traffic=1.75)),
+    _PROMPTS(SINGLE, limits=Limits(launches=539, traffic=1.75)),
 )
 
 

@@ -88,7 +88,7 @@ def test_what_is_wrong_is_printed_for_all_steps_at_once(monkeypatch, capsys):
     assert "2.472 GB" in head and end.startswith("0 passed, 2 failed in")
     assert {line.count("|") for line in (heading, rule, first, second)} == {len(decode_steps.HEADINGS) + 1}
     assert first.startswith(
-        "| your own loop | single | 5 | 268 | 2 | 2 | 2,472 | 124 | 1.050 | 1.1 | 7 | 1.2 | 2.5 |"
+        "| your own loop | single | 5 | 257 | 2 | 2 | 2,472 | 124 | 1.050 | 1.1 | 7 | 1.2 | 2.5 |"
     )
     assert first.endswith("FAILED: 2 loops and branches driven by the host, at most 0 |")
     assert second.endswith("FAILED: ValueError: no such chip |")
