@@ -86,6 +86,10 @@ def refused(expected, body, **options):
         ("shl.b32 %r9, %r1, 32;", WORDS * 0),
         ("setp.gt.s32 %p2, %r1, 9; selp.b32 %r9, %r1, 5, %p2;", np.where(WORDS > 9, WORDS, 5)),
         ("mov.b32 %r9, 1; @!%p1 mov.b32 %r9, 2;", WORDS * 0 + 2 - (WORDS == 0).astype(np.int32)),
+        (
+            "mul.lo.s32 %r8, %r1, 0x2000100; prmt.b32 %r9, %r8, 0x12345678, 0xB471U;",
+            np.where(WORDS < 64, 0x781200, 0x781200 - (1 << 24)).astype(np.int32) + WORDS,
+        ),
         ("shfl.sync.bfly.b32 %r9, %r1, 5, 31, -1;", WORDS ^ 5),
         ("mov.b32 {%rs1, %rs2}, %r1; mov.b32 %r9, {%rs2, %rs1};", WORDS << 16),
         ("mov.u32 %r9, %ctaid.x;", WORDS * 0 + 3),

@@ -55,6 +55,8 @@ def compute(words: Sequence[str], operands: Sequence[str], read: Read) -> np.nda
         return _converted(words, operands, read)
     if kind in ("shl", "shr"):
         return _shifted(kind, read(operands[0], dtype), read(operands[1], TYPES["u32"]))
+    if kind == "prmt" and len(words) == 2:
+        return _permuted(*(read(operand, dtype) for operand in operands))
     if kind in ("mul", "mad") and "lo" not in words and dtype.kind != "f":
         return _wide(words, operands, read, dtype)
     values = [read(operand, dtype) for operand in operands]
@@ -106,6 +108,16 @@ def _shifted(kind: str, values: np.ndarray, by: np.ndarray) -> np.ndarray:
     shifted = shift(values, np.minimum(by, bits - 1).astype(values.dtype))
     is_all = (by >= bits) & (kind == "shl" or values.dtype.kind == "u")
     return np.where(is_all, 0, shifted).astype(values.dtype)
+
+
+def _permuted(a: np.ndarray, b: np.ndarray, selectors: np.ndarray) -> np.ndarray:
+    """Four bytes of b:a. A selector is a number of one of its eight; with 8 added, that byte's sign alone."""
+    both, result = b.astype(np.uint64) << np.uint64(32) | a, np.zeros_like(a)
+    for position in range(0, 32, 8):
+        selector = selectors >> position // 2
+        byte = (both >> (selector & 7).astype(np.uint64) * np.uint64(8)).astype(np.uint32) & 0xFF
+        result |= np.where(selector & 8, np.where(byte & 0x80, 0xFF, 0), byte).astype(np.uint32) << position
+    return result
 
 
 def _wide(words: Sequence[str], operands: Sequence[str], read: Read, dtype: np.dtype) -> np.ndarray:

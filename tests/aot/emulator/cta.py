@@ -190,7 +190,7 @@ class _Warpgroup:
         if operand in self._registers:
             bits = self._registers[operand]
             return bits if bits.dtype == dtype else bits.astype(f"u{dtype.itemsize}").view(dtype)
-        number = int(operand[2:], 16) if operand.startswith("0f") else int(operand, 0)
+        number = int(operand[2:], 16) if operand.startswith("0f") else int(operand.removesuffix("U"), 0)
         bits = np.array(number & (1 << 8 * dtype.itemsize) - 1, f"u{dtype.itemsize}").view(dtype)
         return np.full(NUM_THREADS, bits)
 
