@@ -178,9 +178,10 @@ class Delivery:
         )
 
     def end(self, sample: Sample, reason: Finish, now: float) -> None:
-        """Tells the end of a sample of which the device will say nothing more."""
+        """Tells the end of a sample, of which the consumer is told no more that the device may say."""
         if not sample.has_stopped:
             self._tell(sample, reason, now, [], [], [])
+            sample.has_stopped = True
 
     def counters(self) -> np.ndarray:
         """Returns the counts as a device counts them, u32[shards, len(EngineCounter)]."""

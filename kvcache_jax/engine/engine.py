@@ -20,6 +20,7 @@ from kvcache_jax.arrays.number_checks import static_count, static_flag
 from kvcache_jax.core.arguments import hashable_id
 from kvcache_jax.core.attachment import Attachment
 from kvcache_jax.core.config import CacheConfig
+from kvcache_jax.core.team import POLL_S
 from kvcache_jax.decoding.arguments import as_list, check_model, require_functions
 from kvcache_jax.decoding.forward import Forward, prepared
 from kvcache_jax.decoding.options import require_option
@@ -59,7 +60,6 @@ _MOST_ENDED = 64
 """Requests that one dispatch can be told to end."""
 _DISPATCHES_AHEAD = 2
 """Where the caller chooses their length."""
-_POLL_S = 0.001
 
 
 class Engine:
@@ -179,11 +179,10 @@ class Engine:
         self._device = Device(shards, model, self._options, params, self._sizes, outbox)
         self._device.begin(self._delivery.counters())
         self._set_weights(namespace)
-        self._has_new_weights = False
         # `_lock` guards all host state. `_consumer` admits one reader at a time: reports stay in order.
         self._lock, self._consumer = threading.RLock(), threading.Lock()
         self.clock: Callable[[], float] = time.monotonic
-        self._next_id, self._is_compiled = 0, False
+        self._next_id, self._is_compiled, self._has_new_weights = 0, False, False
 
     @property
     def params(self) -> Any:
@@ -257,15 +256,13 @@ class Engine:
             return num_taken
 
     def cancel(self, request_id: Hashable) -> bool:
-        """Ends all samples of a request; their events tell when. False if it has ended, or never was."""
-        is_found, request_id = False, hashable_id("id", request_id)
+        """Ends all samples of a request, and tells it at once; False if it has ended, or never was."""
+        request_id = hashable_id("id", request_id)
         with uninterrupted(), self._lock:
-            for table in self._tables:
-                for sample in table.samples_of(request_id):
-                    self._end(table, sample, Finish.CANCELLED)
-                    is_found = True
-                    self._pace.note_news(time.monotonic())
-            return is_found
+            found = [(table, sample) for table in self._tables for sample in table.samples_of(request_id)]
+            for table, sample in found:
+                self._end(table, sample, Finish.CANCELLED)
+            return bool(found)
 
     def set_params(self, params: Any, namespace: ArrayLike | None = None) -> None:
         """Goes on with other parameters from the next dispatch on; rows that run keep their place.
@@ -367,13 +364,16 @@ class Engine:
                 ):
                     self._dispatch(length)
             if self._device.num_in_flight:
-                arrival = self._device.arrival()
+                # Who cancels a request meanwhile is told so, and does not wait for the device.
+                num_events, begun_s = len(self._delivery.events), begun_s - time.thread_time()
+                arrival = self._device.arrival_before(lambda: len(self._delivery.events) > num_events)
                 with uninterrupted(), self._lock:
-                    self._take_in(arrival, begun_s)
+                    if arrival is not None:
+                        self._take_in(arrival, begun_s + time.thread_time())
                     if not self.num_unfinished:
                         self._attend()
             elif self.num_unfinished:  # all wait for answers of what is attached
-                time.sleep(_POLL_S)
+                time.sleep(POLL_S)
 
     def take_events(self) -> list[TokenEvent]:
         """Takes the events that no consumer has received yet; after `drain`, for a loop of one's own."""
@@ -477,14 +477,14 @@ class Engine:
             table.mark_sent(parcel)
 
     def _end(self, table: RequestTable, sample: Sample, reason: Finish) -> None:
-        if table.end(sample, reason):
-            self._delivery.end(sample, reason, self.clock())
+        table.end(sample, reason)
+        self._delivery.end(sample, reason, self.clock())
+        self._pace.note_news(time.monotonic())
 
     def _end_late(self) -> None:
-        now = self.clock()
         for table in self._tables:
             for sample in table:
-                if sample.ends_at is not None and sample.ends_at <= now:
+                if not sample.has_stopped and sample.ends_at is not None and sample.ends_at <= self.clock():
                     self._end(table, sample, Finish.DEADLINE)
 
     def _take_in(self, arrival: Arrival, begun_s: float) -> None:

@@ -55,7 +55,7 @@ class Sample:
     published_in: bytes | None = None  # the namespace then
     prompt_logprobs: np.ndarray | None = None  # f32[prompt_len - 1], until they are told
     text: StopText | None = None
-    has_stopped: bool = False  # by a stop string: its consumer knows, and the device will
+    has_stopped: bool = False  # by a stop string, or ended by the host: its consumer knows, and the device will
 
     @property
     def known(self) -> np.ndarray:
@@ -217,16 +217,15 @@ class RequestTable:
         words = namespace_within(self._weights, one_namespace(request.namespace))
         return self._sizes.parts.namespace(words) if PARTS in request.inputs else words
 
-    def end(self, sample: Sample, reason: Finish) -> bool:
-        """Ends a sample; True if the device has not heard of it, and will not."""
+    def end(self, sample: Sample, reason: Finish) -> None:
+        """Ends a sample, whose id may be another request's from now on; the device keeps its slot a while."""
         if not sample.is_sent:
             self._to_send.remove(sample)
             self.remove(sample)
-            return True
-        if sample.ending is None:
+        elif sample.ending is None:
+            self._forget_id(sample)
             sample.ending = reason
             self._to_end.append((sample, reason))
-        return False
 
     def send_again(self) -> list[tuple[Sample, Finish]]:
         """Tells all samples to a device that knows of none; removes and returns those that were to end."""
@@ -254,11 +253,15 @@ class RequestTable:
     def remove(self, sample: Sample) -> None:
         """Releases the slot and the run of a sample that ended."""
         del self._by_slot[sample.slot]
+        if sample.ending is None:
+            self._forget_id(sample)
+        self._free_slots.append(sample.slot)
+        self._runs.give_back(*sample.run)
+
+    def _forget_id(self, sample: Sample) -> None:
         self._by_id[sample.id].remove(sample)
         if not self._by_id[sample.id]:
             del self._by_id[sample.id]
-        self._free_slots.append(sample.slot)
-        self._runs.give_back(*sample.run)
 
     def pack(self, has_new_weights: bool) -> Parcel:
         """Packs the news that the device is told next, as much as one inbox takes.

@@ -197,10 +197,9 @@ def test_cancel_at_every_moment(moment):
     check_idle(engine)
     expect(said, others)
     for i in range(num_samples):
-        tokens, _, reason = decode_alone(request, sample_id=i)
+        tokens, _, _ = decode_alone(request, sample_id=i)
         found, _, why = said["it", i]
-        assert found == tokens[: len(found)] and why in ("cancelled", reason)
-    assert (said["it", num_samples - 1][2] == "cancelled") == (moment != "done, and not heard of")
+        assert found == tokens[: len(found)] and why == "cancelled"
 
 
 @pytest.mark.slow

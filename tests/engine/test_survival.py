@@ -1,6 +1,7 @@
 """What kills an engine's state costs no request: errors of callbacks, resets, interrupts at any moment."""
 
 import signal
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +57,8 @@ def test_an_error_of_a_callback_names_itself_and_ends_no_request():
     engine.drain(max_steps=4)
     note(said, engine.take_events())
     assert engine.cancel("cancelled")
+    note(said, engine.take_events())
+    assert said["cancelled", 0][2] == "cancelled"
     callback.num_left = 3
     with pytest.raises(kv.engine.EngineFailed, match=r"expected engine.reset\(\): all requests") as failed:
         while engine.num_unfinished:
@@ -72,9 +75,47 @@ def test_an_error_of_a_callback_names_itself_and_ends_no_request():
         note(said, engine)
     assert programs == []
     expect(said, [*requests, ask([9], 3, "late")])
-    assert said["cancelled", 0][2] == "cancelled"
     after = engine.figures().counts
     assert all(0 <= after[counter] - before[counter] < 1000 for counter in before)
+    check_idle(engine)
+
+
+class LateReports:
+    """Reports that are there when a gate is open."""
+
+    def __init__(self, reports, gate):
+        self.reports, self.gate = reports, gate
+
+    def is_ready(self):
+        return self.gate.is_set()
+
+    def __array__(self, *arguments, **options):
+        return np.asarray(self.reports)
+
+
+def test_a_consumer_that_waits_for_the_device_hears_of_an_end_at_once(monkeypatch):
+    engine, said, run, gate = make_engine(), {}, Shards.run, threading.Event()
+
+    def run_late(*arguments):
+        state, reports = run(*arguments)
+        return state, LateReports(reports, gate)
+
+    monkeypatch.setattr(Shards, "run", run_late)
+    request = ask([7, 3], 9, "it")
+    assert engine.push([request, ask([5], 40, "cancelled")]) == 2
+    consumer = threading.Thread(target=engine.drain)
+    consumer.start()
+    while not engine._device.num_in_flight:
+        assert consumer.is_alive()
+    assert engine.cancel("cancelled")
+    consumer.join(10)
+    is_told = not consumer.is_alive()
+    gate.set()
+    assert is_told
+    note(said, engine.take_events())
+    assert said == {("cancelled", 0): ([], [], "cancelled")}
+    note(said, engine)
+    expect(said, [request])
     check_idle(engine)
 
 
