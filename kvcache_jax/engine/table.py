@@ -55,7 +55,9 @@ class Sample:
     published_in: bytes | None = None  # the namespace then
     prompt_logprobs: np.ndarray | None = None  # f32[prompt_len - 1], until they are told
     text: StopText | None = None
-    has_stopped: bool = False  # by a stop string, or ended by the host: its consumer knows, and the device will
+    has_stopped: bool = (
+        False  # by a stop string, or ended by the host: its consumer knows, and the device will
+    )
 
     @property
     def known(self) -> np.ndarray:

@@ -204,6 +204,7 @@ class DistributedTeam(Team):
         self._client.key_value_delete(f"{self._key}agree {self._num_agreed - 2}/{me}")
 
     def wait(self, array: jax.Array, is_over: Callable[[], bool] = lambda: False) -> bool:
+        """Waits until an array of all processes is there, one of them is lost, or `is_over`."""
         if not super().wait(array, is_over):
             return False
         errors = [error for shard in array.addressable_shards if (error := _error_of(shard.data))]
@@ -267,6 +268,7 @@ class DistributedTeam(Team):
         raise ProcessLost(self._lost)
 
     def check(self) -> None:
+        """Looks whether a process is silent or has failed."""
         if self._lost:
             raise ProcessLost(self._lost)
         for process, (text, at) in tuple(self._failed.items()):
