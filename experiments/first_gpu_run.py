@@ -3,7 +3,7 @@
 Command: python -m experiments.first_gpu_run [--minutes 6] [--only PART] [--output DIR] [--json]
          python -m experiments.first_gpu_run --only speed --cell "" --minutes 60 [--without SIDE]
          python -m experiments.first_gpu_run --interpret --output DIR  on a CPU, tiny, no times
-Machine: one NVIDIA Hopper GPU with nothing else on it; results/first_gpu_run_<device>.json
+Machine: one NVIDIA Hopper or Blackwell GPU with nothing else on it; results/first_gpu_run_<device>.json
 Answer:  not yet measured.
 
 For a quarter of an hour on a GPU that one may not get again: the parts that are worth most come first, each

@@ -1,8 +1,8 @@
 """Kernels: arrays in, arrays out; they know nothing of cache states.
 
-`mosaic_gpu` has them for Hopper GPUs, `mosaic_tpu` for TPUs; importing those imports Pallas. `reference` is
-the interface: plain jnp, in float32. `decode_rows` and `move_arguments` say what arguments must look like,
-`shapes` has the problems on which kernels are compared with the reference.
+`mosaic_gpu` has them for the GPUs that `gpus` lists, `mosaic_tpu` for TPUs; importing those imports Pallas.
+`reference` is the interface: plain jnp, in float32. `decode_rows` and `move_arguments` say what arguments
+must look like, `shapes` has the problems on which kernels are compared with the reference.
 
 `kvcache_jax` calls `paged_decode`, the GPU's `plan_for` and `paged_prefill`, and `copy_blocks`. Nothing but
 tests and benchmarks calls `gather_blocks`, `scatter_blocks`, `append_kv` and `merge_attention`: they are

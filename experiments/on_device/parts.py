@@ -48,6 +48,7 @@ from experiments.on_device.sides import jax_sides
 from experiments.on_device.torch_sides import FLASHINFER_DIR, free_memory, synchronize, torch_sides
 from kvcache_jax.core.backends import MOSAIC_GPU, XLA
 from pallas_kernels import reference
+from pallas_kernels.gpus import gpu_of, served
 from pallas_kernels.shapes import DECODE_SHAPES, PREFILL_SHAPES, DecodeShape
 from pallas_kernels.versions import untested_jax
 
@@ -61,9 +62,13 @@ STACK, TUPLE = "layers in a stack", "layers in a tuple"
 
 def kernels(interpret: bool, _: list[str]) -> Makers:
     """Checks all named shapes of attention, the merge and the movements; what is not to be read is NaN."""
+    from pallas_kernels.mosaic_gpu.limits import target
+
+    # On other GPUs prompts are decoded as rows of few queries.
+    prefills = PREFILL_SHAPES if interpret or target().has_wgmma else ()
     attends = {
         f"{kernel}: {shape.name}": functools.partial(_attend, kernel, shape, interpret)
-        for kernel, shapes in (("decode", DECODE_SHAPES), ("prefill", PREFILL_SHAPES))
+        for kernel, shapes in (("decode", DECODE_SHAPES), ("prefill", prefills))
         for shape in (shapes[:1] if interpret else shapes)
     }
     moves = _moves((3,) if interpret else (1, 128), interpret)
@@ -269,7 +274,7 @@ def find_device(interpret: bool) -> Any:
     """
     if reason := untested_jax():
         raise InputError(reason)
-    advice = "run it on an H100 or H200, or see the path with --interpret --output DIR"
+    advice = f"run it on one of compute capability {served()}, or see the path with --interpret --output DIR"
     try:
         device = jax.devices("cpu")[0] if interpret else jax.devices()[0]
     except RuntimeError as error:
@@ -277,12 +282,10 @@ def find_device(interpret: bool) -> Any:
     if interpret:
         return device
     if device.platform != "gpu":
-        raise InputError(f"jax runs on {device.platform} here, expected an NVIDIA Hopper GPU: {advice}")
-    capability = getattr(device, "compute_capability", "unknown")
-    if capability != "9.0":
-        raise InputError(
-            f"{device.device_kind} has compute capability {capability}, expected 9.0 (Hopper): {advice}"
-        )
+        raise InputError(f"jax runs on {device.platform} here, expected an NVIDIA GPU: {advice}")
+    capability = getattr(device, "compute_capability", None)
+    if gpu_of(device.device_kind, capability) is None:
+        raise InputError(f"{device.device_kind} of compute capability {capability} has no kernels: {advice}")
     return device
 
 

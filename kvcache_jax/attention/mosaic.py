@@ -5,7 +5,6 @@ Importing the kernels imports Pallas, so every function here imports the kernels
 
 import contextlib
 import functools
-import re
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -19,9 +18,6 @@ from kvcache_jax.core.state import AttentionPlan, KVPool
 from kvcache_jax.layers.layer_group import LayerGroup
 
 _PLATFORM = {MOSAIC_GPU: "cuda", MOSAIC_TPU: "tpu"}
-_HOPPER = "9.0"
-# By their names, where a program is compiled on another machine.
-_HOPPER_KINDS = re.compile(r"\bG?H(20|100|200|800)\b")
 
 is_interpreted = jax.make_user_context(False)
 """Whether kernels traced now are to run on the CPU; programs compiled for devices are not reused then."""
@@ -82,15 +78,15 @@ def _why_not_here(name: str, device: TargetDevice) -> str | None:
         return None
     if device.platform != _PLATFORM[name]:
         return f"it is for {_PLATFORM[name]} devices, and this is {device.platform}"
-    capability = device.compute_capability
-    if capability is None and _HOPPER_KINDS.search(device.kind):
-        capability = _HOPPER
-    if name == MOSAIC_GPU and capability != _HOPPER:
-        of_device = f", of compute capability {capability}" if capability else ""
-        return (
-            f"it is for GPUs of compute capability {_HOPPER} alone, H100 and H200 for example, and this is "
-            f"{device.kind}{of_device}"
-        )
+    if name == MOSAIC_GPU:
+        from pallas_kernels.gpus import gpu_of, served
+
+        capability = device.compute_capability
+        if gpu_of(device.kind, capability) is None:
+            of_device = f", of compute capability {capability}" if capability else ""
+            return (
+                f"it is for GPUs of compute capability {served()} alone, and this is {device.kind}{of_device}"
+            )
     return None
 
 

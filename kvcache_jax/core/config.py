@@ -69,7 +69,7 @@ class CacheConfig:
         A block is evicted before the block it continues. Every policy but "lru" scans all blocks;
         `policies.InBatches(name, batch_size)` scans them less often.
       implementation: The backend of attention, writing and copy-on-write: "xla", "mosaic_gpu" (bfloat16 and
-        float16 on GPUs of compute capability 9.0), "mosaic_tpu", a name registered with `register_backend`,
+        float16 on Hopper and Blackwell GPUs), "mosaic_tpu", a name registered with `register_backend`,
         or None for what the environment's `KVCACHE_JAX_IMPLEMENTATION` names, else for kernels that support
         the call where a verdict of `experiments.first_gpu_run` passed, else "xla" (docs/devices.md). Parts
         that a backend lacks are XLA's, and so are gradients.

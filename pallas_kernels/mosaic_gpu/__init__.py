@@ -1,4 +1,4 @@
-"""Kernels for NVIDIA Hopper GPUs (H100, H200), in Pallas Mosaic GPU."""
+"""Kernels for NVIDIA Hopper and Blackwell GPUs, in Pallas Mosaic GPU."""
 
 from pallas_kernels.mosaic_gpu.append import append_kv
 from pallas_kernels.mosaic_gpu.decode import paged_decode, plan_for, why_not

@@ -7,7 +7,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic_gpu.interpret import launch
-from pallas_kernels.mosaic_gpu.limits import SHARED_MEMORY, check_moved_pool, num_sms
+from pallas_kernels.mosaic_gpu.limits import check_moved_pool, num_sms, target
 from pallas_kernels.move_arguments import check_append
 
 MAX_TOKENS_PER_CTA = 8
@@ -15,7 +15,6 @@ MAX_CTA_BYTES = 32 * 1024
 """Of K in one CTA; as many of V."""
 _CTAS_PER_SM = 4
 _MAX_HEADS = 256  # rows of one transfer
-_MAX_TOKEN_BYTES = (SHARED_MEMORY - 1024) // 2  # of K; as many of V lie beside them, and a barrier
 
 
 def append_kv(
@@ -36,7 +35,7 @@ def append_kv(
 
     Args:
       k_pool: `[num_layers * num_blocks, h, block_size, d]` of 16 or 32 bits, d 64, 128 or 256, block_size a
-        multiple of 8 up to 512, h at most 256, a token of all heads at most 113 KiB.
+        multiple of 8 up to 512, h at most 256, a token of all heads at most 113 KiB (49 on an RTX 50).
       v_pool: Like `k_pool`.
       k: `[n, h, d]`, cast to the pool's dtype.
       v: Like `k`.
@@ -59,10 +58,12 @@ def append_kv(
             f"the pools have {num_heads} key/value heads, expected at most {_MAX_HEADS} on a GPU"
         )
     token_bytes = num_heads * head_dim * k_pool.dtype.itemsize
-    if token_bytes > _MAX_TOKEN_BYTES:
+    gpu = target()
+    max_token_bytes = (gpu.shared_memory - 1024) // 2  # of K; as many of V lie beside them, and a barrier
+    if token_bytes > max_token_bytes:
         raise ValueError(
-            f"the keys of a token have {token_bytes} bytes, expected at most {_MAX_TOKEN_BYTES} on a GPU: "
-            "shard the heads"
+            f"the keys of a token have {token_bytes} bytes, expected at most {max_token_bytes} on a GPU like "
+            f"{gpu.example}: shard the heads"
         )
     if not num_tokens:
         return k_pool, v_pool

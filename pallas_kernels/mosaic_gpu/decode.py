@@ -1,6 +1,6 @@
-"""Paged decode attention for Hopper: few queries per row, keys and values read block by block.
+"""Paged decode attention: few queries per row, keys and values read block by block.
 
-One warpgroup per program computes transposed: S^T = K Q^T and O^T = V^T P^T, so that the 64 rows of a wgmma
+One warpgroup per program computes transposed: S^T = K Q^T and O^T = V^T P^T, so that the 64 rows of a product
 are tokens (then head_dim), and its columns are lanes, the queries of one key/value head: 8 lanes cost 8
 columns, not 64 padded rows. Two rings of shared memory, for K and for V, are filled by asynchronous copies
 (TMA), one per piece of a block; the program that uses a slot also refills it.
@@ -25,7 +25,7 @@ from pallas_kernels.decode_rows import (
     check_rows,
     check_size,
 )
-from pallas_kernels.mosaic_gpu.decode_budget import STAGES, programs_per_sm
+from pallas_kernels.mosaic_gpu.decode_budget import num_stages, programs_per_sm
 from pallas_kernels.mosaic_gpu.decode_mask import KeyMask
 from pallas_kernels.mosaic_gpu.decode_plan import (
     MAX_GROUP_SIZE,
@@ -38,7 +38,7 @@ from pallas_kernels.mosaic_gpu.decode_plan import (
     tiling_of,
 )
 from pallas_kernels.mosaic_gpu.grid import unflatten
-from pallas_kernels.mosaic_gpu.interpret import launch, touch
+from pallas_kernels.mosaic_gpu.interpret import launch
 from pallas_kernels.mosaic_gpu.lanes import (
     as_queries,
     fetch_queries,
@@ -48,9 +48,10 @@ from pallas_kernels.mosaic_gpu.lanes import (
     result_shapes,
     write_results,
 )
-from pallas_kernels.mosaic_gpu.limits import DECODED, num_sms, why_not_block, why_not_pool
+from pallas_kernels.mosaic_gpu.limits import DECODED, num_sms, target, why_not_block, why_not_pool
 from pallas_kernels.mosaic_gpu.logits import LOG2_E, MASKED, scaled
 from pallas_kernels.mosaic_gpu.merge import merge_items
+from pallas_kernels.mosaic_gpu.products import Multiply, multiply_on
 from pallas_kernels.mosaic_gpu.tiles import tiled
 
 _INTERPRETED_PROGRAMS = 8
@@ -111,8 +112,10 @@ def paged_decode(
     if can_split:
         results += result_shapes((plan.num_parts, *q.shape[1:]), tiling, jnp.float32)
 
-    ring = plgpu.SMEM((STAGES, TILE_ROWS, head_dim), k_pool.dtype, transforms=tiled(head_dim, 2))
-    ring_barrier = plgpu.Barrier(num_barriers=STAGES, num_arrivals=tiling.pieces_per_tile)
+    gpu = target()
+    stages = num_stages(tiling, head_dim, gpu)
+    ring = plgpu.SMEM((stages, TILE_ROWS, head_dim), k_pool.dtype, transforms=tiled(head_dim, 2))
+    ring_barrier = plgpu.Barrier(num_barriers=stages, num_arrivals=tiling.pieces_per_tile)
     scratch = dict(
         q_smem=plgpu.SMEM((tiling.num_lanes, head_dim), k_pool.dtype, transforms=tiled(head_dim, 2)),
         k_smem=ring,
@@ -125,7 +128,7 @@ def paged_decode(
         v_barrier=ring_barrier,
     )
     out, lse, *parts = launch(
-        functools.partial(_decode, options, tiling, can_split, interpret),
+        functools.partial(_decode, options, tiling, can_split, multiply_on(gpu, interpret)),
         cost=_cost(q, k_pool, block_table),
         interpret=interpret,
         out_type=results,
@@ -172,7 +175,7 @@ def plan_for(
             f"least 1, at most {MAX_QUERIES} queries and a group of at most {MAX_GROUP_SIZE}"
         )
     tiling = tiling_of(num_queries, group_size, head_dim, block_size)
-    num_programs = num_sms() * programs_per_sm(tiling, head_dim)
+    num_programs = num_sms() * programs_per_sm(tiling, head_dim, target())
     if interpret:
         num_programs = _INTERPRETED_PROGRAMS
     num_parallel = num_programs // (num_heads * tiling.num_lane_tiles)
@@ -221,7 +224,7 @@ def _decode(
     options: DecodeOptions,
     tiling: Tiling,
     can_split: bool,
-    is_interpreted: bool,
+    multiply: Multiply,
     *args,
     q_smem,
     k_smem,
@@ -249,6 +252,7 @@ def _decode(
         part,
     ) = (items_ref[item, column] for column in Item)
     block_size, head_dim = k_ref.shape[2:]
+    stages = k_smem.shape[0]
     first_query = lane_tile * tiling.queries_per_tile
     lse_smem, sinks_smem = (per_lane_smem.at[nth, pl.ds(0, tiling.num_lanes)] for nth in range(2))
     mask = KeyMask(
@@ -269,7 +273,7 @@ def _decode(
         return rows
 
     def fetch(pool_ref, ring, barrier, tile, rows) -> None:
-        slot = lax.rem(tile, jnp.int32(STAGES))
+        slot = lax.rem(tile, jnp.int32(stages))
         for j, row in enumerate(rows):
             nth = (first_tile + tile) * tiling.pieces_per_tile + j
             start = lax.rem(nth, jnp.int32(tiling.pieces_per_block)) * tiling.piece_len
@@ -282,28 +286,16 @@ def _decode(
     def refill(pool_ref, ring, barrier, tile, rows) -> None:
         pl.when(tile < num_tiles)(lambda: fetch(pool_ref, ring, barrier, tile, rows))
 
-    def wgmma(shape, a, b) -> jax.Array:
-        """f32 `a @ b`, both in shared memory."""
-
-        def multiply(acc_ref):
-            plgpu.wgmma(acc_ref, a, b)
-            if is_interpreted:
-                touch(a)
-            return acc_ref[...]
-
-        accumulator = plgpu.ACC(shape, jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
-        return pl.run_scoped(multiply, accumulator)
-
     def per_lane(x: jax.Array, num_rows: int) -> jax.Array:
         return lax.broadcast_in_dim(x, (num_rows, tiling.num_lanes), [1])
 
     def attend_tile(tile, state):
         out, peak, total, next_rows = state
-        slot = lax.rem(tile, jnp.int32(STAGES))
-        rows_after = pieces_of(tile + STAGES + 1)  # asked for early: they are there when they are needed
+        slot = lax.rem(tile, jnp.int32(stages))
+        rows_after = pieces_of(tile + stages + 1)  # asked for early: they are there when they are needed
         plgpu.barrier_wait(k_barrier.at[slot])
-        logits = wgmma((TILE_ROWS, tiling.num_lanes), k_smem.at[slot], q_smem.transpose((1, 0)))
-        refill(k_ref, k_smem, k_barrier, tile + STAGES, next_rows)
+        logits = multiply(k_smem.at[slot], q_smem.transpose((1, 0)))
+        refill(k_ref, k_smem, k_barrier, tile + stages, next_rows)
         logits = scaled(options, logits)
         logits = jnp.where(mask.is_seen(first_tile + tile, query), logits, MASKED)
 
@@ -323,18 +315,16 @@ def _decode(
             v_smem[slot] = jnp.where(is_seen, v, jnp.zeros_like(v))
 
         plgpu.commit_smem()
-        new_out = wgmma(
-            (head_dim, tiling.num_lanes), v_smem.at[slot].transpose((1, 0)), p_smem.transpose((1, 0))
-        )
-        refill(v_ref, v_smem, v_barrier, tile + STAGES, next_rows)
+        new_out = multiply(v_smem.at[slot].transpose((1, 0)), p_smem.transpose((1, 0)))
+        refill(v_ref, v_smem, v_barrier, tile + stages, next_rows)
         return out * per_lane(decay, head_dim) + new_out, new_peak, total, rows_after
 
     def begin(fetched_smem) -> None:
-        """Starts all copies, and lays the queries out as a wgmma reads them."""
+        """Starts all copies, and lays the queries out as a product reads them."""
         fetch_queries(q_ref, (row, lane_tile, head), fetched_smem, q_barrier, tiling)
         if sinks_ref:
             plgpu.copy_gmem_to_smem(sinks_ref[0].at[head], sinks_smem, q_barrier)
-        for tile in range(STAGES):
+        for tile in range(stages):
             rows = pieces_of(tile)
             refill(k_ref, k_smem, k_barrier, jnp.int32(tile), rows)
             refill(v_ref, v_smem, v_barrier, jnp.int32(tile), rows)
@@ -359,7 +349,7 @@ def _decode(
             sinks = plgpu.load(sinks_smem, layout=by_lane, optimized=False)
             is_first = plgpu.layout_cast(jnp.full(one_per_lane, first_tile), by_lane) == 0
             peak, total = jnp.where(is_first, sinks, peak), jnp.where(is_first, 1.0, total)
-        start = (full((head_dim, tiling.num_lanes), 0, layout), peak, total, pieces_of(STAGES))
+        start = (full((head_dim, tiling.num_lanes), 0, layout), peak, total, pieces_of(stages))
         out, peak, total, _ = lax.fori_loop(0, num_tiles, attend_tile, start)
 
         is_empty = (peak <= MASKED) | (query >= num_queries)

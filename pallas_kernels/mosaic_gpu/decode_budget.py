@@ -1,32 +1,46 @@
 """What a program of the decode may use of an SM, to which `make aot` holds it, and how many share one."""
 
+from pallas_kernels.gpus import Gpu
 from pallas_kernels.mosaic_gpu.decode_plan import TILE_ROWS, Tiling
-from pallas_kernels.mosaic_gpu.limits import REGISTERS, SHARED_MEMORY
+from pallas_kernels.mosaic_gpu.limits import REGISTERS
 
-STAGES = 2
-"""Tiles of keys, and of values, that are in shared memory at a time."""
+_MAX_STAGES = 2
 _THREADS = 128
 _SMALL_BUFFERS = 3328
 """Bytes for numbers per lane, barriers and alignment."""
 
 
-def programs_per_sm(tiling: Tiling, head_dim: int) -> int:
+def programs_per_sm(tiling: Tiling, head_dim: int, gpu: Gpu) -> int:
     """How many programs shared memory and registers leave room for."""
-    by_registers = REGISTERS // (_THREADS * max_registers(tiling, head_dim))
+    by_registers = REGISTERS // (_THREADS * max_registers(tiling, head_dim, gpu))
     # Of the memory that all share the system takes 1 KB for each, and one alone gets all but that.
-    by_memory = (SHARED_MEMORY + 1024) // (max_shared_memory(tiling, head_dim) + 1024)
+    by_memory = (gpu.shared_memory + 1024) // (max_shared_memory(tiling, head_dim, gpu) + 1024)
     return min(by_memory, by_registers)
 
 
-def max_registers(tiling: Tiling, head_dim: int) -> int:
+def num_stages(tiling: Tiling, head_dim: int, gpu: Gpu) -> int:
+    """Tiles of keys, and of values, that are in shared memory at a time: two, where there is room."""
+    room = gpu.shared_memory - _beside_rings(tiling, head_dim)
+    return min(_MAX_STAGES, room // _stage_bytes(head_dim))
+
+
+def max_registers(tiling: Tiling, head_dim: int, gpu: Gpu) -> int:
     """Of a thread."""
     by_lanes = {64: (96, 168, 168, 168), 128: (128, 160, 208, 208), 256: (224, 255)}[head_dim]
+    if not gpu.has_wgmma:  # factors are in registers too
+        by_lanes = {64: (96, 168, 168, 192), 128: (128, 160, 208, 248), 256: (224, 255)}[head_dim]
     registers = by_lanes[tiling.num_lanes // 8 - 1]
     return max(registers, 112) if tiling.piece_len < 16 else registers
 
 
-def max_shared_memory(tiling: Tiling, head_dim: int) -> int:
+def max_shared_memory(tiling: Tiling, head_dim: int, gpu: Gpu) -> int:
     """Bytes of a program; the system takes 1 KB beside them."""
-    rings = 2 * STAGES * TILE_ROWS * head_dim * 2
-    lanes = tiling.num_lanes * (head_dim * (2 + 4) + TILE_ROWS * 2)
-    return rings + lanes + _SMALL_BUFFERS
+    return num_stages(tiling, head_dim, gpu) * _stage_bytes(head_dim) + _beside_rings(tiling, head_dim)
+
+
+def _stage_bytes(head_dim: int) -> int:
+    return 2 * TILE_ROWS * head_dim * 2
+
+
+def _beside_rings(tiling: Tiling, head_dim: int) -> int:
+    return tiling.num_lanes * (head_dim * (2 + 4) + TILE_ROWS * 2) + _SMALL_BUFFERS

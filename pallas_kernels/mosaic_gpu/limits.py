@@ -1,11 +1,13 @@
 """What the GPU kernels do not take, and the GPU that they are cut for."""
 
+from typing import Any
+
 import jax
+
+from pallas_kernels.gpus import HOPPER, Gpu, gpu_of
 
 NUM_SMS = 132
 """Of an H100 or H200 on SXM."""
-SHARED_MEMORY = 227 * 1024
-"""Bytes of an SM that the CTAs on it share."""
 REGISTERS = 64 * 1024
 """Of an SM, of 32 bits; a thread gets them by eights."""
 HEAD_DIMS = (64, 128, 256)
@@ -14,16 +16,31 @@ DECODED = ("bfloat16", "float16")
 MOVED = (*DECODED, "float32")
 
 
+def target() -> Gpu:
+    """Finds the GPU that is traced for: the mesh's, or jax's first; a Hopper if neither is one of `GPUS`."""
+    device = _traced_for()
+    if device is None:
+        return HOPPER
+    return gpu_of(device.device_kind, getattr(device, "compute_capability", None)) or HOPPER
+
+
 def num_sms() -> int:
-    """Counts the SMs of the GPU that is traced for: the mesh's, or jax's first; of an H200 if neither is one.
+    """Counts the SMs of the GPU that is traced for; of an H200 if there is none.
 
     On a chip with more or fewer the kernels are as correct.
     """
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    if device is not None and device.num_cores and device.platform in ("gpu", "cuda"):
-        return device.num_cores
-    device = jax.local_devices()[0]
-    return device.core_count if device.platform == "gpu" else NUM_SMS
+    device = _traced_for()
+    if device is None:
+        return NUM_SMS
+    return getattr(device, "core_count", None) or device.num_cores or NUM_SMS
+
+
+def _traced_for() -> Any:
+    """The device of the mesh, of which a mesh itself knows but the name and the SMs, or jax's first GPU."""
+    on_mesh, local = jax.sharding.get_abstract_mesh().abstract_device, jax.local_devices()
+    if on_mesh is None or on_mesh.platform not in ("gpu", "cuda"):
+        return local[0] if local[0].platform == "gpu" else None
+    return next((device for device in local if device.device_kind == on_mesh.device_kind), on_mesh)
 
 
 def why_not_pool(pool: jax.Array, dtypes: tuple[str, ...]) -> str | None:

@@ -14,10 +14,12 @@ from pallas_kernels.mosaic_gpu.decode_plan import LaneTiling
 from pallas_kernels.mosaic_gpu.grid import unflatten
 from pallas_kernels.mosaic_gpu.interpret import launch
 from pallas_kernels.mosaic_gpu.lanes import write_results
+from pallas_kernels.mosaic_gpu.limits import target
 from pallas_kernels.mosaic_gpu.logits import LOG2_E, MASKED
 from pallas_kernels.mosaic_gpu.tiles import tiled
 
-_STAGES = 4
+_MAX_STAGES = 4
+_SMALL_BUFFERS = 2048
 _MAX_LANES = 32  # of float32: 128 bytes, to which the copy engine wants shared memory aligned
 
 
@@ -94,6 +96,9 @@ def _merge(
 ) -> tuple[jax.Array, jax.Array]:
     _, num_heads, head_dim, _ = part_out.shape
     out_ref, lse_ref = jax.new_ref(out), jax.new_ref(lse)
+    part_bytes = head_dim * tiling.num_lanes * 4
+    # Beside the ring lies the result, as large as a part, and logs.
+    stages = min(_MAX_STAGES, (target().shared_memory - part_bytes - _SMALL_BUFFERS) // part_bytes)
     launch(
         functools.partial(_merge_row, tiling),
         cost=pl.CostEstimate(
@@ -108,10 +113,10 @@ def _merge(
         kernel_name="merge_attention",
         scratch_types=dict(
             part_smem=plgpu.SMEM(
-                (_STAGES, head_dim, tiling.num_lanes), jnp.float32, transforms=tiled(tiling.num_lanes, 4)
+                (stages, head_dim, tiling.num_lanes), jnp.float32, transforms=tiled(tiling.num_lanes, 4)
             ),
-            part_lse_smem=plgpu.SMEM((_STAGES, _MAX_LANES), jnp.float32),  # of each slot the first lanes
-            barrier=plgpu.Barrier(num_barriers=_STAGES, num_arrivals=2),
+            part_lse_smem=plgpu.SMEM((stages, _MAX_LANES), jnp.float32),  # of each slot the first lanes
+            barrier=plgpu.Barrier(num_barriers=stages, num_arrivals=2),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(out_ref, lse_ref, part_out, part_lse, first_part)
@@ -134,13 +139,13 @@ def _merge_row(
     _, num_heads, head_dim, _ = part_ref.shape
     row, lane_tile, head = unflatten(lax.axis_index("program"), tiling.num_lane_tiles, num_heads)
     first, end = first_part_ref[row], first_part_ref[row + 1]
-    num_lanes = tiling.num_lanes
+    num_lanes, stages = tiling.num_lanes, part_smem.shape[0]
     lanes, lanes_of_slot = pl.ds(lane_tile * num_lanes, num_lanes), pl.ds(0, num_lanes)
     layout = plgpu.Layout.WGMMA
     by_lane = layout.reduce(0)
 
     def fetch(part) -> None:
-        slot = lax.rem(part - first, jnp.int32(_STAGES))
+        slot = lax.rem(part - first, jnp.int32(stages))
         plgpu.copy_gmem_to_smem(part_ref.at[part, head, :, lanes], part_smem.at[slot], barrier.at[slot])
         plgpu.copy_gmem_to_smem(
             part_lse_ref.at[part, head, lanes], part_lse_smem.at[slot, lanes_of_slot], barrier.at[slot]
@@ -151,13 +156,13 @@ def _merge_row(
 
     def add_part(part, state):
         out, peak, total = state
-        slot = lax.rem(part - first, jnp.int32(_STAGES))
+        slot = lax.rem(part - first, jnp.int32(stages))
         plgpu.barrier_wait(barrier.at[slot])
         part_out = plgpu.load(part_smem.at[slot], layout=layout)
         part_lse = part_lse_smem.at[slot, lanes_of_slot]
         part_lse = plgpu.load(part_lse, layout=by_lane, optimized=False) * LOG2_E
         plgpu.commit_smem()
-        pl.when(part + _STAGES < end)(lambda: fetch(part + _STAGES))
+        pl.when(part + stages < end)(lambda: fetch(part + stages))
         part_lse = jnp.maximum(part_lse, MASKED)
         new_peak = jnp.maximum(peak, part_lse)
         weight, decay = jnp.exp2(part_lse - new_peak), jnp.exp2(peak - new_peak)
@@ -167,7 +172,7 @@ def _merge_row(
 
     @pl.when(end > first)
     def _():
-        for i in range(_STAGES):
+        for i in range(stages):
             pl.when(first + i < end)(functools.partial(fetch, first + i))
 
         def full(shape, value, of) -> jax.Array:

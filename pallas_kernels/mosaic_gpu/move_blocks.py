@@ -16,13 +16,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic_gpu.interpret import launch
-from pallas_kernels.mosaic_gpu.limits import SHARED_MEMORY, check_moved_pool, num_sms
+from pallas_kernels.mosaic_gpu.limits import check_moved_pool, num_sms, target
 from pallas_kernels.move_arguments import check_block_values, check_moved_blocks
 
 MAX_CHUNK_BYTES = 16 * 1024
 """Of K; as many of V travel with them."""
 RING_BYTES = 96 * 1024
-"""Of one CTA, in flight, unless chunks are so small that they are too many; two such CTAs share an SM."""
+"""Of one CTA, in flight, unless chunks are so small that they are too many; two such CTAs share an SM of an
+H200, and fill one of an RTX 50."""
 MAX_STAGES = 8
 MAX_CTAS_PER_SM = 8
 _MAX_BOX = 256  # rows of one transfer
@@ -216,7 +217,7 @@ def _cut(pool: jax.Array, num_blocks: int, ids: jax.Array, is_in_order: bool = F
     stage_bytes = 2 * rows * row_bytes
     stages = min(RING_BYTES // stage_bytes, MAX_STAGES)
     num_layers, chunks = pool.shape[0] // num_blocks, rows_of_block // rows
-    max_ctas = num_sms() * min(SHARED_MEMORY // (stages * stage_bytes), MAX_CTAS_PER_SM)
+    max_ctas = num_sms() * min(target().shared_memory // (stages * stage_bytes), MAX_CTAS_PER_SM)
     if is_in_order:
         max_ctas = max(n for n in range(1, max_ctas + 1) if num_layers * chunks % n == 0)
     return _Cut(

@@ -21,7 +21,7 @@ from pallas_kernels.decode_rows import DecodeOptions, DecodeRows, check_decode
 from pallas_kernels.mosaic_gpu.decode_plan import pieces_of_blocks
 from pallas_kernels.mosaic_gpu.grid import unflatten
 from pallas_kernels.mosaic_gpu.interpret import launch, touch
-from pallas_kernels.mosaic_gpu.limits import DECODED, why_not_pool
+from pallas_kernels.mosaic_gpu.limits import DECODED, target, why_not_pool
 from pallas_kernels.mosaic_gpu.logits import LOG2_E, MASKED, scaled
 from pallas_kernels.mosaic_gpu.prefill_mask import KEY_COLUMNS, QUERY_ROWS, QueryMask, Walk
 from pallas_kernels.mosaic_gpu.tiles import tiled
@@ -140,6 +140,8 @@ def why_not_prefill(k_pool: jax.Array, q_dtype: Any) -> str | None:
         return f"head_dim is {k_pool.shape[3]}, expected {' or '.join(map(str, HEAD_DIMS))}"
     if k_pool.shape[2] % MIN_PIECE_LEN:
         return f"block_size is {k_pool.shape[2]}, expected a multiple of {MIN_PIECE_LEN}"
+    if not target().has_wgmma:
+        return "it multiplies by wgmma, which Hopper GPUs alone have"
     if q_dtype != k_pool.dtype:
         return f"the queries are {jnp.dtype(q_dtype)}, expected {k_pool.dtype} like the pools"
     return None

@@ -1,4 +1,4 @@
-"""One compile case, compiled for H200 in a process of its own, and what the program costs."""
+"""One compile case, compiled for its GPU in a process of its own, and what the program costs."""
 
 import dataclasses
 import math
@@ -48,8 +48,8 @@ def compile_case(name: str, folder: pathlib.Path) -> ProgramCost:
     os.environ["XLA_FLAGS"] = (os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0").strip()
     os.environ["MOSAIC_GPU_DUMP_TO"] = str(folder)
     case = next(case for case in CASES if case.name == name)
-    arguments = h200.place(case.arguments(), case.num_devices, case.split)
-    with h200.lowering(case.num_devices):
+    arguments = h200.place(case.arguments(), case.num_devices, case.split, case.target)
+    with h200.lowering(case.num_devices, case.target):
         lowered = jax.jit(case.function, donate_argnums=case.in_place).lower(*arguments)
         compiled = lowered.compile(compiler_options=dict(case.compiler_options))
     hlo = compiled.as_text()

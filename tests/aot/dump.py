@@ -17,7 +17,8 @@ class KernelCost:
       registers: Of one thread.
       spill_bytes: Stored in plus loaded from local memory.
       shared_memory: Bytes of one CTA, barriers included.
-      wgmma: Tensor core instructions.
+      wgmma: Tensor core instructions that read shared memory.
+      mma: Those that read registers.
       wgmma_groups: Groups of them that are committed.
       wgmma_waits: Waits for such groups.
       tma: Loads by the copy engine.
@@ -34,6 +35,7 @@ class KernelCost:
     spill_bytes: int
     shared_memory: int
     wgmma: int
+    mma: int
     wgmma_groups: int
     wgmma_waits: int
     tma: int
@@ -85,6 +87,7 @@ def _read_kernel(ptxas: pathlib.Path) -> KernelCost:
         spill_bytes=sum(int(n) for n in spills),
         shared_memory=int(sizes[-1]),
         wgmma=len(re.findall(r"\bHGMMA\b", sass)),
+        mma=len(re.findall(r"\bHMMA\b", sass)),
         wgmma_groups=len(re.findall(r"\bwgmma\.commit_group\b", ptx)),
         wgmma_waits=len(re.findall(r"\bwgmma\.wait_group\b", ptx)),
         tma=len(re.findall(r"\bUTMALDG\b", sass)),

@@ -1,4 +1,4 @@
-"""Emulates the kernels for H200 on a CPU, from the PTX that they compile to, and compares with references.
+"""Emulates the kernels for H200, B200 and RTX 5090 on a CPU, from their PTX, and compares with references.
 
     python -m tests.aot.emulated                    # all named shapes and a few random decodes
     python -m tests.aot.emulated decode_long copy   # those with one of these words in their names
@@ -41,7 +41,7 @@ def failures(case: Case) -> list[str]:
     expected, found = case.expected(), []
     for model, lands_late in MODELS.items():
         try:
-            with _small_gpu(), launch.emulated(lands_late):
+            with _small_gpu(), launch.emulated(lands_late, case.target):
                 results = case.call()
         except FaultError as fault:
             found.append(f"where copies and products {model}, {fault}")
@@ -87,33 +87,42 @@ def seed_of_commit() -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description="Emulates the kernels for H200 and compares with references."
-    )
+    parser = argparse.ArgumentParser(description="Emulates the kernels and compares with references.")
     parser.add_argument("words", nargs="*", metavar="word", help="only cases with it in their names")
     parser.add_argument("--random", type=int, default=NUM_RANDOM, metavar="N", help="random decodes")
     parser.add_argument("--seed", type=int, help="of the random decodes")
     options = parser.parse_args(arguments)
     jax.config.update("jax_platforms", "cpu")
     seed = seed_of_commit() if options.seed is None else options.seed
-    names = [case.name for case in cases(options.random, seed)]
-    names = [name for name in names if not options.words or any(word in name for word in options.words)]
-    if not names:
+    found = [
+        case
+        for case in cases(options.random, seed)
+        if not options.words or any(word in case.name for word in options.words)
+    ]
+    if not found:
         parser.error(f"no case has {' or '.join(options.words)} in its name")
-    print(f"Emulated for H200 by jax {jax.__version__}, random decodes of seed {seed}")
+    print(f"Emulated by jax {jax.__version__}, random decodes of seed {seed}")
     start, num_failed = time.monotonic(), 0
-    context = multiprocessing.get_context("spawn")
+    width = max(len(case.name) for case in found)
     with tempfile.TemporaryDirectory(prefix="emulated-") as folder:
-        with concurrent.futures.ProcessPoolExecutor(
-            min(WORKERS, len(names)), context, initializer=_prepare, initargs=(folder,)
-        ) as executor:
-            futures = [executor.submit(emulate, name, options.random, seed) for name in names]
-            for name, future in zip(names, futures, strict=True):
-                verdict = future.result()
+        for target in dict.fromkeys(case.target for case in found):
+            names = [case.name for case in found if case.target == target]
+            for name, verdict in _emulate_all(names, options.random, seed, folder):
                 num_failed += verdict != OK
-                print(f"{name:{max(map(len, names))}}  {verdict}", flush=True)
-    print(f"{len(names) - num_failed} passed, {num_failed} failed in {time.monotonic() - start:.0f} s")
+                print(f"{name:{width}}  {verdict}", flush=True)
+    print(f"{len(found) - num_failed} passed, {num_failed} failed in {time.monotonic() - start:.0f} s")
     return int(num_failed > 0)
+
+
+def _emulate_all(names: Sequence[str], num_random: int, seed: int, folder: str) -> Iterator[tuple[str, str]]:
+    """Names and verdicts, in order, of cases of one target: the compiler of a process knows but one."""
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(
+        min(WORKERS, len(names)), context, initializer=_prepare, initargs=(folder,)
+    ) as executor:
+        futures = [executor.submit(emulate, name, num_random, seed) for name in names]
+        for name, future in zip(names, futures, strict=True):
+            yield name, future.result()
 
 
 if __name__ == "__main__":

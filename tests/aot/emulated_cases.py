@@ -15,6 +15,7 @@ import numpy as np
 from pallas_kernels import mosaic_gpu, reference
 from pallas_kernels.mosaic_gpu import append, decode, move_blocks, prefill
 from pallas_kernels.shapes import DECODE_SHAPES, PREFILL_SHAPES, DecodeShape
+from tests.aot.target import B200, H200, RTX_5090, Target
 
 NUM_LAYERS, NUM_BLOCKS, NUM_IDS = 2, 11, 4
 NOWHERE = 2**30
@@ -32,6 +33,12 @@ MERGES = {
     "6_parts_126_lanes": (6, 2, 3, 7, 128),
     "head_256": (2, 33, 256),
 }
+# Decodes of GPUs without wgmma, by the names of shapes; a last one whose rings have one stage on an RTX 5090.
+ELSEWHERE = {
+    B200: ("plain", "long", "drafts_7x16", "all"),
+    RTX_5090: ("head_128_block_24", "head_256_long"),
+}
+_OTHER_SHAPES = (DecodeShape("head_256_long", (200,), 1, group_size=7, head_dim=256, num_queries=2),)
 TOLERANCES = {"bfloat16": 5e-3, "float16": 5e-4}
 """Of what decodes give: weights are rounded to the pools' dtype before they meet the values."""
 SMALL_GPU: dict[Any, dict[str, Any]] = {
@@ -50,6 +57,7 @@ class Case(NamedTuple):
       call: Calls it, without `jit`.
       expected: Computes what it ought to give, by the reference; NaN where nothing is to be written.
       rtol, atol: How exact it must be.
+      target: The GPU.
     """
 
     name: str
@@ -57,15 +65,18 @@ class Case(NamedTuple):
     expected: Callable[[], Any]
     rtol: float = 0.0
     atol: float = 0.0
+    target: Target = H200
 
 
 def cases(num_random: int, seed: int) -> list[Case]:
     """All named shapes, and so many random ones."""
     draw = random.Random(seed)
-    shapes = (*DECODE_SHAPES, *(_random_shape(f"random_{seed}_{nth}", draw) for nth in range(num_random)))
+    by_name = {shape.name: shape for shape in (*DECODE_SHAPES, *_OTHER_SHAPES)}
     plain = DECODE_SHAPES[0]
     return [
-        *(_decode(f"decode_{shape.name}", shape, shape.dtype) for shape in shapes),
+        *(_decode(f"decode_{shape.name}", shape, shape.dtype) for shape in DECODE_SHAPES),
+        *(_random(f"random_{seed}_{nth}", draw) for nth in range(num_random)),
+        *(_elsewhere(by_name[name], target) for target, names in ELSEWHERE.items() for name in names),
         _decode("decode_of_32_bits", plain, "float32"),
         *(_prefill(f"prefill_{shape.name}", shape) for shape in PREFILL_SHAPES),
         *(_merge(f"merge_{name}", shape) for name, shape in MERGES.items()),
@@ -83,6 +94,16 @@ def _decode(name: str, shape: DecodeShape, out_dtype: str) -> Case:
     return _attend(
         name, shape, out_dtype, functools.partial(decode.paged_decode, out_dtype=jnp.dtype(out_dtype))
     )
+
+
+def _elsewhere(shape: DecodeShape, target: Target) -> Case:
+    model = target.gpu.example.replace(" ", "_").lower()
+    return _decode(f"{model}_decode_{shape.name}", shape, shape.dtype)._replace(target=target)
+
+
+def _random(name: str, draw: random.Random) -> Case:
+    shape, target = _random_shape(name, draw), draw.choice([H200, B200, RTX_5090])
+    return _decode(f"decode_{name}", shape, shape.dtype) if target is H200 else _elsewhere(shape, target)
 
 
 def _prefill(name: str, shape: DecodeShape) -> Case:

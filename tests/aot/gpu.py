@@ -1,4 +1,4 @@
-"""Compiles the kernels for H200 without a GPU and holds each to its budget.
+"""Compiles the kernels for H200, some for B200 and RTX 5090, without a GPU and holds each to its budget.
 
     python -m tests.aot.gpu                      # all cases, as `make aot` does on the newest jax
     python -m tests.aot.gpu decode append_64     # those with one of these words in their names
@@ -31,14 +31,14 @@ TMA_ALIGNMENT = 128
 """Of addresses in shared memory."""
 MAX_GRID = (2**31 - 1, 65535, 65535)
 """CTAs along x, y and z."""
-HEADINGS = ("registers", "spilled", "shared", "HGMMA", "UTMALDG", "fences", "temporary", "verdict")
+HEADINGS = ("registers", "spilled", "shared", "HGMMA", "HMMA", "UTMALDG", "fences", "temporary", "verdict")
 
 
 def failures(cost: ProgramCost, case: CompileCase) -> list[str]:
     """What is wrong with the program, a phrase each."""
     budget = case.budget
     found = [f"does not call {name}" for name in case.kernels if name not in cost.called]
-    registers, spills, shared, wgmma, tma, fences = totals(cost)
+    registers, spills, shared, wgmma, mma, tma, fences = totals(cost)
     for what, value, most in (
         ("registers", registers, budget.registers),
         ("spilled bytes", spills, budget.spill_bytes),
@@ -49,6 +49,7 @@ def failures(cost: ProgramCost, case: CompileCase) -> list[str]:
             found.append(f"{value} {what}, at most {most}")
     for what, value, least in (
         ("HGMMA", wgmma, budget.min_wgmma),
+        ("HMMA", mma, budget.min_mma),
         ("UTMALDG", tma, budget.min_tma),
         ("fences", fences, budget.min_fences),
     ):
@@ -79,14 +80,15 @@ def failures(cost: ProgramCost, case: CompileCase) -> list[str]:
     return found
 
 
-def totals(cost: ProgramCost) -> tuple[int, int, int, int, int, int]:
-    """Of all kernels, as `Budget` counts them: registers, spills, shared memory, HGMMA, UTMALDG, fences."""
+def totals(cost: ProgramCost) -> tuple[int, ...]:
+    """Of all kernels, as `Budget` counts them, in the order of `HEADINGS`."""
     kernels = cost.kernels
     return (
         max((kernel.registers for kernel in kernels), default=0),
         sum(kernel.spill_bytes for kernel in kernels),
         max((kernel.shared_memory for kernel in kernels), default=0),
         sum(kernel.wgmma for kernel in kernels),
+        sum(kernel.mma for kernel in kernels),
         sum(kernel.tma for kernel in kernels),
         sum(kernel.fences for kernel in kernels),
     )
@@ -114,7 +116,7 @@ def report(cases: Sequence[CompileCase], folder: pathlib.Path) -> int:
             try:
                 cost = future.result()
             except Exception as error:  # whatever the compiler raises is this case's verdict
-                found, numbers = [f"{type(error).__name__}: {error}"], [""] * 7
+                found, numbers = [f"{type(error).__name__}: {error}"], [""] * (len(HEADINGS) - 1)
             else:
                 found, numbers = failures(cost, case), [*totals(cost), cost.temporary_bytes]
             num_failed += bool(found)
@@ -124,14 +126,15 @@ def report(cases: Sequence[CompileCase], folder: pathlib.Path) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Compiles the kernels for H200 and checks their budgets.")
+    parser = argparse.ArgumentParser(description="Compiles the kernels and checks their budgets.")
     parser.add_argument("words", nargs="*", metavar="word", help="only cases with it in their names")
     parser.add_argument("--dump", type=pathlib.Path, metavar="DIR", help="keep what the compiler wrote here")
     options = parser.parse_args(arguments)
     cases = chosen(options.words)
     if not cases:
         parser.error(f"no case has {' or '.join(options.words)} in its name")
-    print(f"Compiled for H200 by jax {jax.__version__}")
+    targets = dict.fromkeys(case.target.gpu.example for case in cases)
+    print(f"Compiled for {', '.join(targets)} by jax {jax.__version__}")
     start = time.monotonic()
     if options.dump:
         folder = options.dump.absolute()

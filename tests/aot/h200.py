@@ -1,6 +1,7 @@
-"""An H200 to compile for, on a machine without one."""
+"""A GPU to compile for, on a machine without one: an H200, unless another target is named."""
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -9,6 +10,7 @@ import jax
 import jax._src.interpreters.pxla as pxla
 from jax.experimental import topologies
 from jax.sharding import (
+    AbstractDevice,
     AbstractMesh,
     Mesh,
     NamedSharding,
@@ -18,66 +20,39 @@ from jax.sharding import (
     use_abstract_mesh,
 )
 
-NUM_SMS = 132
-# XLA's GpuTargetConfigProto in text form, with the facts of the chip.
-TARGET = f"""
-gpu_device_info {{
-  name: "NVIDIA H200"
-  device_vendor: "NVIDIA Corporation"
-  model_str: "sm_9.0a with 151397597184B RAM, {NUM_SMS} cores"
-  platform_version: "Compute Capability 9.0a"
-  cuda_compute_capability {{ major: 9 feature_extension: ACCELERATED_FEATURES }}
-  driver_version: "13.0.0"
-  runtime_version: "13.0.0"
-  compile_time_toolkit_version: "13.0.0"
-  dnn_version: "9.12.0"
-  core_count: {NUM_SMS}
-  fpus_per_core: 128
-  clock_rate_ghz: 1.98
-  device_address_bits: 64
-  device_memory_size: 151397597184
-  memory_bandwidth: 4800000000000
-  pcie_bandwidth: 34359738368
-  ecc_enabled: true
-  l2_cache_size: 52428800
-  shared_memory_per_core: 233472
-  shared_memory_per_block: 49152
-  shared_memory_per_block_optin: 232448
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-  threads_per_warp: 32
-  threads_per_block_limit: 1024
-  threads_per_core_limit: 2048
-  thread_dim_limit_x: 1024
-  thread_dim_limit_y: 1024
-  thread_dim_limit_z: 64
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-}}
-platform_name: "CUDA"
-dnn_version_info {{ major: 9 minor: 12 patch: 0 }}
-device_description_str: "NVIDIA H200"
-"""
+from tests.aot.target import H200, Target
 
-
+NUM_SMS = H200.num_sms
 HEADS = "heads"
-"""The mesh axis of several H200s."""
+"""The mesh axis of several GPUs."""
 
 
-def mesh(num_devices: int = 1) -> Mesh:
-    """H200s of one machine."""
-    shape = f"1x{num_devices}x1"
-    topology = topologies.get_topology_desc("", platform="cuda", topology=shape, target_config=TARGET)
+@dataclasses.dataclass(frozen=True)
+class Device(AbstractDevice):
+    """One that knows its compute capability, by which Mosaic chooses instructions, as a real one does."""
+
+    compute_capability: str
+
+
+def abstract_device(target: Target) -> Device:
+    """Describes a target as a mesh does."""
+    return Device(target.name, target.num_sms, "gpu", target.gpu.capability)
+
+
+def mesh(num_devices: int = 1, target: Target = H200) -> Mesh:
+    """GPUs of one machine."""
+    shape, text = f"1x{num_devices}x1", target.text()
+    topology = topologies.get_topology_desc("", platform="cuda", topology=shape, target_config=text)
     return Mesh(topology.devices, (HEADS,))
 
 
 @contextlib.contextmanager
-def lowering(num_devices: int = 1) -> Iterator[None]:
-    """What lowers within it, lowers for H200s: a kernel asks the mesh which chip that is."""
-    abstract = mesh(num_devices).abstract_mesh
+def lowering(num_devices: int = 1, target: Target = H200) -> Iterator[None]:
+    """What lowers within it, lowers for such GPUs: a kernel asks the mesh which chip that is."""
     if num_devices == 1:  # most programs know of no mesh
-        abstract = AbstractMesh((), (), abstract_device=abstract.abstract_device)
+        abstract = AbstractMesh((), (), abstract_device=abstract_device(target))
+    else:
+        abstract = mesh(num_devices, target).abstract_mesh
     with use_abstract_mesh(abstract):
         yield
 
@@ -109,16 +84,20 @@ def host_memory(device: jax.Device) -> NamedSharding:
 
 
 def place(
-    arguments: Sequence[Any], num_devices: int = 1, split: Mapping[int, int] = MappingProxyType({})
+    arguments: Sequence[Any],
+    num_devices: int = 1,
+    split: Mapping[int, int] = MappingProxyType({}),
+    target: Target = H200,
 ) -> Any:
-    """`arguments` with every array or shape as a shape on the H200s.
+    """`arguments` with every array or shape as a shape on the GPUs.
 
     Args:
       arguments: Pytrees.
-      num_devices: H200s.
+      num_devices: GPUs.
       split: Arrays that are split over them: from the position in `arguments` to the axis.
+      target: Which.
     """
-    devices = mesh(num_devices)
+    devices = mesh(num_devices, target)
 
     def sharding(position: int) -> Sharding:
         if num_devices == 1:

@@ -1,4 +1,4 @@
-"""What is compiled for H200 without a GPU (`python -m tests.aot.gpu`), and what that may cost.
+"""What is compiled without a GPU (`python -m tests.aot.gpu`), mostly for H200, and what that may cost.
 
 A case is one program, with its budget beside it: what the kernels were designed to use, not what they happen
 to use, so that a compiler or a change that spills, falls off the tensor cores or copies a pool is noticed.
@@ -15,34 +15,44 @@ import jax.numpy as jnp
 
 from pallas_kernels.decode_rows import DecodeOptions, DecodeRows
 from pallas_kernels.mosaic_gpu.decode import paged_decode
-from pallas_kernels.mosaic_gpu.decode_budget import max_registers, max_shared_memory, programs_per_sm
+from pallas_kernels.mosaic_gpu.decode_budget import (
+    max_registers,
+    max_shared_memory,
+    num_stages,
+    programs_per_sm,
+)
 from pallas_kernels.mosaic_gpu.decode_plan import Tiling, tiling_of
 from pallas_kernels.mosaic_gpu.lanes import num_query_copies
 from pallas_kernels.mosaic_gpu.merge import merge_attention
 from pallas_kernels.mosaic_gpu.prefill import STAGES, paged_prefill
 from pallas_kernels.mosaic_gpu.prefill_mask import KEY_COLUMNS, QUERY_ROWS
-from tests.aot import h200
 from tests.aot.budget import Budget, CompileCase, i32, pool
 from tests.aot.move_cases import MOVE_CASES
+from tests.aot.target import B200, H200, RTX_5090, Target
 
 
-def _decode_budget(tiling: Tiling, head_dim: int, is_split: bool, **changes: int) -> Budget:
+def _decode_budget(tiling: Tiling, head_dim: int, is_split: bool, target: Target, **changes: int) -> Budget:
     """What the kernel's module states, and what its products and copies are; with the merge, if it may split.
 
-    A tile has two products of 64 keys, head_dim / 16 instructions each. Copied are queries, and the pieces of
-    K and V of three tiles: two before the loop, one in it. Fences are before tensor cores read queries and
-    weights, and before results are copied out, of whole rows and of parts. Parts are at most three for each
-    program that runs side by side with others, float32.
+    A tile has two products of 64 keys, head_dim / 16 wgmma each, or as many mma for every 8 lanes. Copied are
+    queries, and the pieces of K and V of each stage before the loop, and of one in it. Fences are before
+    tensor cores read queries and weights, after each mma, and before results are copied out, of whole rows
+    and of parts. Parts are at most three for each program that runs side by side with others, float32.
     """
-    num_programs = h200.NUM_SMS * programs_per_sm(tiling, head_dim)
+    gpu = target.gpu
+    num_programs = target.num_sms * programs_per_sm(tiling, head_dim, gpu)
+    num_products, num_tiles = head_dim // 8, num_stages(tiling, head_dim, gpu) + 1
+    products = dict(min_wgmma=num_products)
+    if not gpu.has_wgmma:
+        products = dict(min_mma=num_products * tiling.num_lanes // 8)
     merge_tma, merge_fences = (10, 3) if is_split else (0, 0)
     budget = Budget(
-        registers=max_registers(tiling, head_dim),
-        shared_memory=max_shared_memory(tiling, head_dim),
-        min_wgmma=head_dim // 8,
-        min_tma=num_query_copies(tiling, head_dim) + 6 * tiling.pieces_per_tile + merge_tma,
-        min_fences=3 + merge_fences,
+        registers=max_registers(tiling, head_dim, gpu),
+        shared_memory=max_shared_memory(tiling, head_dim, gpu),
+        min_tma=num_query_copies(tiling, head_dim) + 2 * num_tiles * tiling.pieces_per_tile + merge_tma,
+        min_fences=(3 if gpu.has_wgmma else 5) + merge_fences,
         temporary_bytes=1_000_000 + 3 * num_programs * tiling.num_lanes * head_dim * 4,
+        **products,
     )
     return dataclasses.replace(budget, **changes)
 
@@ -61,6 +71,7 @@ def _decode_case(
     dtype: str = "bfloat16",
     has_sink_logits: bool = False,
     out_dtype: str = "bfloat16",
+    target: Target = H200,
     **options: Any,
 ) -> CompileCase:
     num_layers, num_kv_heads = 4, 8
@@ -90,9 +101,9 @@ def _decode_case(
         )
 
     tiling = tiling_of(num_queries, group_size, head_dim, block_size)
-    budget = _decode_budget(tiling, head_dim, is_split, **limits)
+    budget = _decode_budget(tiling, head_dim, is_split, target, **limits)
     kernels = ("paged_decode", "merge_attention") if is_split else ("paged_decode",)
-    return CompileCase(name, function, arguments, budget, kernels, pools=(1, 2))
+    return CompileCase(name, function, arguments, budget, kernels, pools=(1, 2), target=target)
 
 
 # `limits` are where a case needs less than its tiling may have, or its results are larger.
@@ -122,6 +133,15 @@ _CASES = {
     "decode_window": dict(
         num_queries=4, window=1024, num_sink_tokens=20, soft_cap=30.0, has_sink_logits=True
     ),
+}
+# Of the GPUs without wgmma.
+_OTHER_GPUS = {
+    "b200_decode_32_rows_group_4": dict(target=B200),
+    "b200_decode_8_queries_group_8": dict(target=B200, group_size=8, num_queries=8),
+    "b200_decode_head_256": dict(target=B200, head_dim=256, block_size=24, max_len=8160),
+    "rtx_decode_32_rows_group_4": dict(target=RTX_5090, dtype="float16", out_dtype="float16"),
+    "rtx_decode_head_64": dict(target=RTX_5090, head_dim=64, block_size=128, has_sink_logits=True),
+    "rtx_decode_8_queries_head_256": dict(target=RTX_5090, head_dim=256, num_queries=8, window=1024),
 }
 
 
@@ -215,10 +235,28 @@ _MERGE_CASES = (
         Budget(registers=96, shared_memory=42_500, min_tma=10, min_fences=2, temporary_bytes=4_000_000_000),
     ),
 )
-CASES = (
+_HOPPER_CASES = (
     *(_decode_case(name, **options) for name, options in _CASES.items()),
     *(_prefill_case(name, **options) for name, options in _PREFILL_CASES.items()),
     *_MERGE_CASES,
     *MOVE_CASES,
+)
+
+
+def _elsewhere(name: str, prefix: str, target: Target, **limits: int) -> CompileCase:
+    """The case of that name for another GPU."""
+    [case] = [case for case in _HOPPER_CASES if case.name == name]
+    budget = dataclasses.replace(case.budget, **limits)
+    return dataclasses.replace(case, name=f"{prefix}_{name}", target=target, budget=budget)
+
+
+CASES = (
+    *_HOPPER_CASES,
+    *(_decode_case(name, **options) for name, options in _OTHER_GPUS.items()),
+    _elsewhere("copy_blocks_bf16_16x128", "b200", B200),
+    _elsewhere("copy_blocks_bf16_16x128", "rtx", RTX_5090),
+    _elsewhere("append_4096_f32", "rtx", RTX_5090),
+    # Of 32 lanes two parts fit beside the result.
+    _elsewhere("merge_40_lanes_head_256", "rtx", RTX_5090, shared_memory=99 * 1024, min_tma=6),
 )
 """In the order of the table."""

@@ -99,6 +99,11 @@ def refused(expected, body, **options):
         ),
         ("setp.le.f32 %p2, 0f7FC00000, 0f00000000; selp.b32 %r9, 1, 0, %p2;", WORDS * 0),
         ("cvt.rn.bf16x2.f32 %r9, 0f3F808000, 0f3F818000;", WORDS * 0 + 0x3F803F82),
+        (
+            "cvt.rn.f32.s32 %r9, %r1; mov.b64 %rd9, {%r9, 0f3F800000}; fma.rn.f32x2 %rd9, %rd9, %rd9, %rd9;"
+            "mov.b64 {%r9, %r8}, %rd9;",
+            (WORDS * WORDS + WORDS).astype(np.float32),
+        ),
     ],
 )
 def test_threads_compute(body, expected, lands_late):
@@ -174,6 +179,10 @@ def test_loads_are_waited_for_and_swizzled(lands_late):
         "over what threads stored", "st.shared.b32 [%rd5], %r1;" + MAKE + EXPECT + LOAD, lands_late=lands_late
     )
     refused("over what another warp read", MAKE + EXPECT.replace("bar.sync 1, 128;", read) + LOAD)
+    again = f"st.shared.b32 [%rd5], %r1; {FENCE} {BARRIER} {read} {FENCE} {BARRIER}" + LOAD + AWAIT
+    run(MAKE + EXPECT + again, lands_late)
+    unfenced = again.replace(f"{read} {FENCE}", read)
+    refused("over what threads loaded, without a fence", MAKE + EXPECT + unfenced, lands_late=lands_late)
     if lands_late:
         refused("reads what a copy is writing", MAKE + EXPECT + LOAD + read, lands_late=True)
         refused("ends while a copy is writing", MAKE + EXPECT + LOAD, lands_late=True)
@@ -227,6 +236,33 @@ def test_left_factors_in_registers_lie_as_ldmatrix_loads_them():
     ]
     registers = tensor_cores.to_registers(np.stack(rows).view(np.uint8), 4, is_transposed=False)
     np.testing.assert_array_equal(tensor_cores.factor_of_registers(registers, "f16"), factor)
+
+
+def test_products_of_registers():
+    """Warps have 16 rows each, and right factors of their own."""
+    rng = np.random.default_rng(0)
+    left, right = (
+        rng.integers(-4, 5, (64, 16)).astype(np.float16) for _ in range(2)
+    )  # [warps * columns, 16]
+    matrices = [
+        left[16 * warp + 8 * (nth & 1) + row, 8 * (nth >> 1) :][:8] for warp, nth, row in np.ndindex(4, 4, 8)
+    ]
+    a = tensor_cores.to_registers(np.stack(matrices).view(np.uint8), 4, is_transposed=False)
+    right = right[:32].reshape(4, 8, 16)
+    columns = [right[warp, row, 8 * nth :][:8] for warp, nth, row in np.ndindex(4, 2, 8)]
+    b = tensor_cores.to_registers(np.stack(columns).view(np.uint8), 2, is_transposed=False)
+    expected = left.reshape(4, 16, 16).astype(np.float32) @ right.swapaxes(1, 2)
+    np.testing.assert_array_equal(tensor_cores.product_of_registers(a, b, "f16"), expected.reshape(64, 8))
+
+
+def test_mma_adds_to_what_registers_hold():
+    name = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+    both = f"mov.b32 %r8, 0x3F803F80; mov.b32 %r7, 0x40004000; {ZERO} cvt.rn.f32.s32 %r11, %r1;"
+    mma = f"{name} {{%r12,%r9,%r10,%r11}}, {{%r8,%r8,%r8,%r8}}, {{%r7,%r7}}, {{%r10,%r11,%r12,%r13}};"
+    np.testing.assert_array_equal(run(both + mma + OUT).view(np.float32), WORDS + 32)
+    refused("multiplies in some threads only", f"{both} @%p1 {mma}")
+    with pytest.raises(UnknownError, match="a product"):
+        run(both + mma.replace("m16n8k16", "m16n8k8"))
 
 
 # The second warpgroup reads what the first one stored, and writes one more.

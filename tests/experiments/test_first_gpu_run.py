@@ -123,7 +123,7 @@ def test_interpreted_figures_never_go_to_the_results(capsys):
 @pytest.mark.slow
 def test_without_a_gpu_it_says_so(tmp_path, capsys):
     for arguments, words in (
-        ((), "jax runs on cpu here, expected an NVIDIA Hopper GPU"),
+        ((), "jax runs on cpu here, expected an NVIDIA GPU"),
         (("--interpret", "--only", "speed", "--cell", "five"), "got --cell ['five'], expected the beginning"),
     ):
         with pytest.raises(SystemExit) as stopped:

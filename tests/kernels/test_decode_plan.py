@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from pallas_kernels.decode_rows import DecodeRows
-from pallas_kernels.mosaic_gpu import limits
-from pallas_kernels.mosaic_gpu.decode_budget import programs_per_sm
+from pallas_kernels.gpus import B200, GPUS, HOPPER, RTX_50, gpu_of
+from pallas_kernels.mosaic_gpu import limits, why_not_prefill
+from pallas_kernels.mosaic_gpu.decode_budget import max_shared_memory, num_stages, programs_per_sm
 from pallas_kernels.mosaic_gpu.decode_plan import TILE_ROWS, Item, plan_decode, tiling_of
 from tests.kernels.fluid_model import Gpu, of_ceiling
 
@@ -24,7 +26,7 @@ ONE_LONG = [K] * 63 + [128 * K]
 def tiles_of(lens: list[int], head_dim: int, num_sms: int) -> tuple[np.ndarray, int]:
     """Tiles of each item of the plan, in order, and the programs that run side by side."""
     tiling = tiling_of(1, GROUP_SIZE, head_dim, BLOCK_SIZE)
-    num_slots = num_sms * programs_per_sm(tiling, head_dim)
+    num_slots = num_sms * programs_per_sm(tiling, head_dim, HOPPER)
     num_columns = jnp.asarray([-(-length // BLOCK_SIZE) for length in lens], jnp.int32)
     order = jnp.arange(len(lens), dtype=jnp.int32)
     rows = DecodeRows(order, order * 0, num_columns, num_columns * BLOCK_SIZE - 1, order * 0 + 1)
@@ -80,8 +82,53 @@ def test_a_table_of_few_tiles_is_never_split():
     assert plan.items[:, Item.PART].tolist() == [-1] * 3 and plan.first_part.tolist() == [0] * 4
 
 
-def test_the_first_gpu_says_how_many_sms_it_has(monkeypatch):
-    assert limits.num_sms() == 132  # there is no GPU
-    device = types.SimpleNamespace(platform="gpu", core_count=114)
+def test_the_gpu_that_is_traced_for_says_how_many_sms_it_has_and_which(monkeypatch):
+    assert (limits.num_sms(), limits.target()) == (132, HOPPER)  # there is no GPU
+    kind = "NVIDIA Graphics Device"
+    device = types.SimpleNamespace(
+        platform="gpu", core_count=114, device_kind=kind, compute_capability="12.0"
+    )
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
-    assert limits.num_sms() == 114
+    assert (limits.num_sms(), limits.target()) == (114, RTX_50)
+    # A mesh knows names, and a GPU of that name here its compute capability.
+    for name, num_cores, expected in (
+        (kind, 114, RTX_50),
+        ("NVIDIA B200", 148, B200),
+        ("NVIDIA L4", 58, HOPPER),
+    ):
+        on_mesh = AbstractDevice(device_kind=name, num_cores=num_cores, platform="gpu")
+        with use_abstract_mesh(AbstractMesh((), (), abstract_device=on_mesh)):
+            assert (limits.num_sms(), limits.target()) == (num_cores, expected)
+
+
+def test_gpus_are_known_by_name_and_by_compute_capability():
+    names = {
+        "NVIDIA H100 80GB HBM3": HOPPER,
+        "NVIDIA GH200 480GB": HOPPER,
+        "NVIDIA B200": B200,
+        "NVIDIA GB200": B200,
+        "NVIDIA GeForce RTX 5090": RTX_50,
+        "NVIDIA RTX PRO 6000 Blackwell Server Edition": RTX_50,
+        **dict.fromkeys(("NVIDIA B300", "NVIDIA L4", "NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 4090")),
+    }
+    assert {name: gpu_of(name, None) for name in names} == names
+    assert [gpu_of("any", gpu.capability) for gpu in GPUS] == list(GPUS)
+    assert gpu_of("NVIDIA B200", "10.3") is None
+
+
+@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.example)
+def test_a_program_of_each_kind_fits_each_gpu(gpu):
+    for head_dim in limits.HEAD_DIMS:
+        for num_queries in (1, 3, 5, 8):
+            tiling = tiling_of(num_queries, 8, head_dim, BLOCK_SIZE)
+            assert num_stages(tiling, head_dim, gpu) == (1 if (gpu, head_dim) == (RTX_50, 256) else 2)
+            assert max_shared_memory(tiling, head_dim, gpu) <= gpu.shared_memory
+            assert programs_per_sm(tiling, head_dim, gpu) >= 1
+
+
+def test_a_prefill_is_for_gpus_with_wgmma(monkeypatch):
+    pool = jnp.zeros((2, 1, 16, 64), jnp.bfloat16)
+    assert why_not_prefill(pool, pool.dtype) is None
+    device = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA B200", compute_capability="10.0")
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    assert why_not_prefill(pool, pool.dtype) == "it multiplies by wgmma, which Hopper GPUs alone have"

@@ -9,6 +9,7 @@ import pytest
 
 from pallas_kernels import reference
 from pallas_kernels.decode_rows import DecodeOptions, DecodeRows
+from pallas_kernels.gpus import HOPPER
 from pallas_kernels.mosaic_gpu import decode, merge_attention, paged_decode, plan_for
 from pallas_kernels.mosaic_gpu.decode_budget import programs_per_sm
 from pallas_kernels.mosaic_gpu.decode_plan import Item, plan_decode, tiling_of
@@ -147,7 +148,7 @@ def test_a_plan_has_every_tile_once_and_in_order(num_columns, num_parallel):
 
 def test_a_plan_counts_on_the_programs_of_all_heads_and_lane_tiles():
     """Of the device that is compiled for."""
-    per_sm = programs_per_sm(tiling_of(8, 16, 128, 16), 128)
+    per_sm = programs_per_sm(tiling_of(8, 16, 128, 16), 128, HOPPER)
     rows = make_rows([2048, 9])
 
     def num_items() -> int:

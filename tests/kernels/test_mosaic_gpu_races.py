@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax
 import pytest
 
-from pallas_kernels.mosaic_gpu import decode, interpret
+from pallas_kernels.mosaic_gpu import decode, interpret, products
 from pallas_kernels.shapes import DecodeShape
 from tests.mutants.reading import Mutation, read_all
 from tests.support.interpreters import callbacks_on_the_host
@@ -46,4 +46,4 @@ def test_what_tensor_cores_read_too_late_or_too_early_races(mutation):
 
 
 def test_without_shadow_reads_nothing_of_it_is_seen():
-    run(HASTY, touch=lambda ref: None)
+    run(HASTY, multiply_on=lambda gpu, is_interpreted: products.multiply_on(gpu, False))

@@ -9,12 +9,14 @@ experiments/results, each of which names its device.
 
 import ast
 import dataclasses
+import functools
 import json
 import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from pallas_kernels.gpus import HOPPER, served
 from pallas_kernels.mosaic_gpu import limits as gpu_limits
 from pallas_kernels.mosaic_tpu import limits as tpu_limits
 from tests.aot import tpu, tpu_programs
@@ -23,6 +25,7 @@ from tests.aot.decode_steps import STEPS
 from tests.aot.emulated_cases import cases as emulated_cases
 from tests.aot.operation_programs import operation_programs
 from tests.aot.step_programs import step_programs
+from tests.aot.target import B200, H200, RTX_5090, Target
 from tests.support.sources import ROOT
 
 PAGE = ROOT / "docs" / "devices.md"
@@ -65,13 +68,18 @@ def interpreted_tests(pattern: str) -> str:
     return f"{number} tests"
 
 
-def emulated_for_hopper() -> str:
-    return f"`make aot`: {len(emulated_cases(num_random=0, seed=0))} shapes, and random ones"
+def emulated_for(*targets: Target) -> str:
+    number = sum(case.target in targets for case in emulated_cases(num_random=0, seed=0))
+    return f"`make aot`: {number} shapes, and random ones"
+
+
+def compiled_for(*targets: Target) -> str:
+    return f"`make aot`: {sum(case.target in targets for case in CASES)} kernels"
 
 
 def compiled_for_hopper() -> str:
     num_programs = len(operation_programs()) + len(step_programs()) + len(STEPS)
-    return f"`make aot`: {len(CASES)} kernels and steps, {num_programs} programs"
+    return f"{compiled_for(H200)} and steps, {num_programs} programs"
 
 
 def compiled_for_tpu(target: str) -> Callable[[], str]:
@@ -95,9 +103,18 @@ ARCHITECTURES = (
     Architecture("CPU", r"^cpu$"),
     Architecture("a mesh of several devices", r"^$", emulated=host_devices),
     Architecture(
-        "NVIDIA Hopper", r"\bG?H(20|100|200|800)\b", GPU_TESTS, emulated_for_hopper, compiled_for_hopper
+        "NVIDIA Hopper",
+        HOPPER.kinds,
+        GPU_TESTS,
+        functools.partial(emulated_for, H200),
+        compiled_for_hopper,
     ),
-    Architecture("NVIDIA Blackwell", r"\b(G?B[123]00|RTX 50\d\d)\b"),
+    Architecture(
+        "NVIDIA Blackwell",
+        r"\b(G?B[123]00|RTX 50\d\d|RTX PRO \d+ Blackwell)\b",
+        emulated=functools.partial(emulated_for, B200, RTX_5090),
+        compiled=functools.partial(compiled_for, B200, RTX_5090),
+    ),
     Architecture("NVIDIA Ada", r"\b(L4|L40S?|RTX 40\d\d)\b"),
     Architecture("NVIDIA Ampere", r"\b(A10G?|A30|A100|RTX 30\d\d)\b"),
     Architecture("TPU v5e", r"TPU v5", TPU_TESTS, compiled=compiled_for_tpu("v5e")),
@@ -129,7 +146,7 @@ def limits() -> list[list[str]]:
     return [
         [
             "`mosaic_gpu`",
-            "NVIDIA Hopper",
+            f"NVIDIA GPUs of compute capability {served()}",
             " or ".join(gpu_limits.DECODED),
             gpu_dims,
             f"a multiple of 8 up to {gpu_limits.MAX_BLOCK_SIZE}",
@@ -171,9 +188,11 @@ def page() -> str:
 
 * **Interpreted**: kernels run on a CPU by jax's interpreters, which look for races, and are compared with a
   float32 reference.
-* **Emulated**: programs run on a CPU that stands for the device. For Hopper they are the PTX of the kernels;
+* **Emulated**: programs run on a CPU that stands for the device. For GPUs they are the PTX of the kernels;
   copies and products land at once, and in a second run when they are waited for. Fences, barriers and
-  addresses are checked, and results are compared with the reference.
+  addresses are checked, and results are compared with the reference. Kernels for Blackwell are those for
+  Hopper, but that they multiply by `mma`, which jax's interpreter does not know; with as many stages as fit,
+  and where Hopper has a kernel for prompts, as rows of 8 queries.
 * **Compiled**: for the device and without one, within budgets; what a compiler says of registers, memory,
   copies and waits is checked.
 * **Run**: on the device itself. **Measured**: timed there, with a record.

@@ -44,6 +44,9 @@ _COMBINED = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
 def compute(words: Sequence[str], operands: Sequence[str], read: Read) -> np.ndarray:
     """The result of an instruction, by its name and the operands after the result."""
     kind, dtype = words[0], TYPES.get(words[-1])
+    if words[-1] == "f32x2" and kind in _SIMPLE:  # a pair in a register of 64 bits
+        pairs = (read(operand, TYPES["b64"]).view(np.float32) for operand in operands)
+        return _SIMPLE[kind](*pairs).view(np.uint64)
     if dtype is None:
         raise UnknownError("a type")
     if kind == "setp":

@@ -391,6 +391,20 @@ class _Warpgroup:
 
     # Tensor cores.
 
+    def _mma(self, words, operands, active) -> None:
+        if not active.all():
+            raise FaultError("multiplies in some threads only, expected all")
+        a, b = (
+            np.stack([self._read(name, TYPES["b32"]) for name in split(operand)]) for operand in operands[1:3]
+        )
+        product = tensor_cores.product_of_registers(a, b, tensor_cores.mma_dtype(words))
+        totals = [
+            self._read(name, TYPES["f32"]) + product[tensor_cores.accumulator_place(nth)]
+            for nth, name in enumerate(split(operands[3]))
+        ]
+        for name, total in zip(split(operands[0]), totals, strict=True):
+            self._write(name, total, active)
+
     def _wgmma(self, words, operands, active) -> None:
         if words[1] == "fence":
             self._unfenced.clear()

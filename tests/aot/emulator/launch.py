@@ -1,4 +1,4 @@
-"""Compiles the kernels of a function for H200, and runs them on the CPU in their place.
+"""Compiles the kernels of a function for a GPU, and runs them on the CPU in their place.
 
 In a process that has called `prepare` before its first use of CUDA's compiler.
 """
@@ -8,18 +8,20 @@ import os
 import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.mosaic_gpu import append, decode, merge, move_blocks, prefill
+from pallas_kernels.mosaic_gpu import append, decode, limits, merge, move_blocks, prefill
 from tests.aot import h200
 from tests.aot.descriptors import HostCode, read_host_code
 from tests.aot.dump import shared_memory_sizes
 from tests.aot.emulator.cta import Cta, Launch
-from tests.aot.emulator.memory import GlobalMemory, UnknownError
+from tests.aot.emulator.memory import FaultError, GlobalMemory, UnknownError
 from tests.aot.emulator.program import Program, parse
+from tests.aot.target import Target
 
 _LAUNCHERS = (append, decode, merge, move_blocks, prefill)
 
@@ -36,34 +38,36 @@ _compiled: dict[str, Kernel] = {}
 
 
 def prepare(folder: pathlib.Path) -> None:
-    """Has this process compile for H200, and dump to an empty folder."""
+    """Has this process compile for GPUs, and dump to an empty folder."""
     jax.config.update("jax_platforms", "cpu")
     os.environ["XLA_FLAGS"] = (os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0").strip()
     os.environ["MOSAIC_GPU_DUMP_TO"] = str(folder)
 
 
 @contextlib.contextmanager
-def emulated(lands_late: bool) -> Iterator[None]:
+def emulated(lands_late: bool, target: Target) -> Iterator[None]:
     """Within it, kernels of functions that are called without `jit` are emulated; see `Launch`."""
+    device = h200.abstract_device(target)
     launchers = [(module, module.launch) for module in _LAUNCHERS]
 
     def launch(body: Callable, *, cost: Any, interpret: bool, **options: Any) -> Callable:
         def call(*inputs: Any) -> Any:
             kernel = launchers[0][1](body, cost=cost, interpret=False, **options)
-            return _run(kernel, options, inputs, lands_late)
+            return _run(kernel, options, inputs, lands_late, target)
 
         return call
 
     try:
         for module, _ in launchers:
             module.launch = launch
-        yield
+        with mock.patch.object(limits, "_traced_for", lambda: device):
+            yield
     finally:
         for module, original in launchers:
             module.launch = original
 
 
-def _run(kernel: Callable, options: dict[str, Any], inputs: tuple, lands_late: bool) -> Any:
+def _run(kernel: Callable, options: dict[str, Any], inputs: tuple, lands_late: bool, target: Target) -> Any:
     """Runs all CTAs; references among the inputs are changed in place."""
     is_ref = [isinstance(each, jax.Ref) for each in inputs]
     arrays = [each[...] if ref else each for each, ref in zip(inputs, is_ref, strict=True)]
@@ -72,7 +76,9 @@ def _run(kernel: Callable, options: dict[str, Any], inputs: tuple, lands_late: b
         refs = [jax.new_ref(array) if ref else array for array, ref in zip(arrays, is_ref, strict=True)]
         return kernel(*refs), [each[...] for each, ref in zip(refs, is_ref, strict=True) if ref]
 
-    compiled = _compile(program, arrays)
+    compiled = _compile(program, arrays, target)
+    if compiled.shared_memory > target.gpu.shared_memory:
+        raise FaultError(f"{compiled.shared_memory} bytes of shared memory do not fit into {target.name}")
     results = options.get("out_type", ())
     is_one = isinstance(results, jax.ShapeDtypeStruct)
     results = [results] if is_one else list(results)
@@ -103,10 +109,10 @@ def _run(kernel: Callable, options: dict[str, Any], inputs: tuple, lands_late: b
     return outs[0] if is_one else outs
 
 
-def _compile(program: Callable, arrays: list[jax.Array]) -> Kernel:
-    with h200.lowering():
-        lowered = jax.jit(program).lower(*h200.place(arrays))
-    text = lowered.as_text()
+def _compile(program: Callable, arrays: list[jax.Array], target: Target) -> Kernel:
+    with h200.lowering(target=target):
+        lowered = jax.jit(program).lower(*h200.place(arrays, target=target))
+    text = target.name + lowered.as_text()
     if text not in _compiled:
         folder = pathlib.Path(os.environ["MOSAIC_GPU_DUMP_TO"])
         before = set(folder.glob("*.ptx"))

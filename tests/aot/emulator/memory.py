@@ -58,8 +58,9 @@ class SharedMemory:
     """The bytes of a CTA, and what happened to each.
 
     What threads do, `read` and `write`, is ordered between the warps of a warpgroup by `barrier` alone;
-    asynchronous units read and write by `begin_*` and `end_*`, and see what threads stored after `fence` and
-    then `barrier`. Of other warpgroups, `order` says what they know. Warps are counted through a CTA.
+    asynchronous units read and write by `begin_*` and `end_*`, and come after what threads stored and loaded
+    if a `fence` and then a `barrier` lie between. Of other warpgroups, `order` says what they know. Warps are
+    counted through a CTA.
     """
 
     def __init__(self, num_bytes: int, num_warpgroups: int = 1):
@@ -73,6 +74,7 @@ class SharedMemory:
         # Since the last barrier: warps, a bit each, and the warpgroup whose asynchronous reads are done.
         self._readers, self._writers = np.zeros(size, np.uint16), np.zeros(size, np.uint16)
         self._was_read = np.zeros(size, np.uint8)
+        self._loaded = np.zeros(size, np.uint8)  # by threads since their fence, a bit for each warpgroup
 
     def barrier(self, warpgroup: int) -> None:
         """All threads of a warpgroup wait for each other."""
@@ -83,7 +85,8 @@ class SharedMemory:
         self._stored[(self._stored == _FENCED) & (self._storer == warpgroup)] = _CLEAN
 
     def fence(self, warpgroup: int) -> None:
-        """Threads pass on what they stored to asynchronous units."""
+        """Threads pass on what they stored to asynchronous units, and what they loaded has been loaded."""
+        self._loaded &= np.uint8(~(1 << warpgroup) & 0xFF)
         is_own = (self._stored == _STORED) & (self._storer == warpgroup)
         self._stored[is_own] = _FENCED
         self.order.wrote(warpgroup, is_own)  # now, for those who wait for the warpgroup
@@ -98,6 +101,7 @@ class SharedMemory:
         self.order.check(warpgroup, places, "reads")
         for warp in np.unique(warps):
             self._readers[places[warps == warp]] |= np.uint16(1 << warp)
+        self._loaded[places] |= np.uint8(1 << warpgroup)
         self.order.read(warpgroup, places)
         return self.data[places]
 
@@ -143,6 +147,7 @@ class SharedMemory:
         _refuse(others, "copies over what another warp read, without a barrier")
         self._check_fenced(places, "copies over", warpgroup)
         self.order.check(warpgroup, places, "copies over")
+        _refuse(self._loaded[places], "copies over what threads loaded, without a fence")
         self._is_landing[places] = True
 
     def end_write(self, places: np.ndarray, values: np.ndarray) -> Known:

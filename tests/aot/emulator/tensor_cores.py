@@ -8,6 +8,7 @@ from tests.aot.emulator.copies import swizzled
 from tests.aot.emulator.memory import NUM_THREADS, NUM_WARPS, UnknownError
 
 _SHAPE = re.compile(r"m64n(\d+)k16")
+_MMA = re.compile(r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(bf16|f16)\.\1\.f32")
 ROWS, _DEPTH = 64, 16
 _SWIZZLES = {1: 128, 2: 64, 3: 32}
 
@@ -33,6 +34,14 @@ def product_shape(words: tuple[str, ...]) -> tuple[int, str]:
     if shape is None or words[5] != "f32" or words[6] != words[7]:
         raise UnknownError("a product")
     return int(shape[1]), words[6]
+
+
+def mma_dtype(words: tuple[str, ...]) -> str:
+    """Dtype of the factors of an mma of 16 rows a warp, 8 columns and a depth of 16, in float32."""
+    name = _MMA.fullmatch(".".join(words))
+    if name is None:
+        raise UnknownError("a product")
+    return name[1]
 
 
 def numbers(data: np.ndarray, places: np.ndarray, dtype: str) -> np.ndarray:
@@ -62,6 +71,17 @@ def factor_of_registers(registers: np.ndarray, dtype: str) -> np.ndarray:
         column = 2 * (thread % 4) + 8 * (nth >> 1) + half
         factor[row, column] = _as_float32(halves[nth, :, half], dtype)
     return factor
+
+
+def product_of_registers(a: np.ndarray, b: np.ndarray, dtype: str) -> np.ndarray:
+    """float32[64, 8], 16 rows a warp, of the factors of an mma: uint32[4, threads] and uint32[2, threads]."""
+    left = factor_of_registers(a, dtype).reshape(NUM_WARPS, -1, _DEPTH)
+    right, halves = np.zeros((NUM_WARPS, _DEPTH, 8), np.float32), b.view(np.uint16).reshape(2, -1, 2)
+    thread = np.arange(NUM_THREADS)
+    for nth, half in np.ndindex(2, 2):
+        row = 2 * (thread % 4) + 8 * nth + half
+        right[thread // 32, row, thread % 32 // 4] = _as_float32(halves[nth, :, half], dtype)
+    return (left @ right).reshape(ROWS, -1)
 
 
 def row_addresses(addresses: np.ndarray, num_matrices: int) -> np.ndarray:
