@@ -62,13 +62,9 @@ STACK, TUPLE = "layers in a stack", "layers in a tuple"
 
 def kernels(interpret: bool, _: list[str]) -> Makers:
     """Checks all named shapes of attention, the merge and the movements; what is not to be read is NaN."""
-    from pallas_kernels.mosaic_gpu.limits import target
-
-    # On other GPUs prompts are decoded as rows of few queries.
-    prefills = PREFILL_SHAPES if interpret or target().has_wgmma else ()
     attends = {
         f"{kernel}: {shape.name}": functools.partial(_attend, kernel, shape, interpret)
-        for kernel, shapes in (("decode", DECODE_SHAPES), ("prefill", prefills))
+        for kernel, shapes in (("decode", DECODE_SHAPES), ("prefill", PREFILL_SHAPES))
         for shape in (shapes[:1] if interpret else shapes)
     }
     moves = _moves((3,) if interpret else (1, 128), interpret)

@@ -1,7 +1,7 @@
 """Which keys of a tile are seen, inside the kernels: the keys of a row, and a decode's queries."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from pallas_kernels.mosaic_gpu.decode_plan import TILE_ROWS, Tiling
 
 @dataclasses.dataclass(frozen=True)
 class ReadKeys:
-    """The keys of one row, counted in the order in which they are read, in tiles of `tile_len`.
+    """The keys of one row, counted in the order in which they are read, in tiles.
 
     Attributes:
       options: Static.
@@ -23,9 +23,8 @@ class ReadKeys:
       num_columns: Likewise.
       first_position: Likewise.
       num_queries: Likewise.
+      tile_len: Keys of a tile.
     """
-
-    tile_len: ClassVar[int]
 
     options: DecodeOptions
     block_size: int
@@ -33,6 +32,7 @@ class ReadKeys:
     num_columns: Any
     first_position: Any
     num_queries: Any
+    tile_len: int = dataclasses.field(default=TILE_ROWS, kw_only=True)
 
     @property
     def num_sink_blocks(self) -> int:
@@ -90,8 +90,6 @@ class KeyMask(ReadKeys):
       tiling: Static.
       first_query: Query of the row at which the lane tile starts.
     """
-
-    tile_len = TILE_ROWS
 
     tiling: Tiling
     first_query: Any

@@ -1,9 +1,10 @@
-"""Paged prefill attention for Hopper: many consecutive queries per row, keys and values read block by block.
+"""Paged prefill attention: many consecutive queries per row, keys and values read block by block.
 
-A program has three warpgroups. The last one copies: tiles of 128 keys and of their values, piece of block by
+A program has three warpgroups. The last one copies: tiles of keys and of their values, piece of block by
 piece, into two rings of shared memory. The others compute, each 64 queries of one query head, S = Q K^T and
-O = P V with P in registers; a program's two are neighbours among the query heads of a key/value head, so that
-both read the same keys. They take turns, half a tile apart: while one multiplies, the other has its softmax.
+O = P V, by wgmma with P in registers; a program's two are neighbours among the query heads of a key/value
+head, so that both read the same keys. They take turns, half a tile apart: while one multiplies, the other has
+its softmax.
 
 The softmax is as in `decode`.
 """
@@ -18,12 +19,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.decode_rows import DecodeOptions, DecodeRows, check_decode
+from pallas_kernels.gpus import Gpu
 from pallas_kernels.mosaic_gpu.decode_plan import pieces_of_blocks
 from pallas_kernels.mosaic_gpu.grid import unflatten
-from pallas_kernels.mosaic_gpu.interpret import launch, touch
+from pallas_kernels.mosaic_gpu.interpret import launch
 from pallas_kernels.mosaic_gpu.limits import DECODED, target, why_not_pool
 from pallas_kernels.mosaic_gpu.logits import LOG2_E, MASKED, scaled
-from pallas_kernels.mosaic_gpu.prefill_mask import KEY_COLUMNS, QUERY_ROWS, QueryMask, Walk
+from pallas_kernels.mosaic_gpu.prefill_mask import QUERY_ROWS, QueryMask, Walk
+from pallas_kernels.mosaic_gpu.products import Multiply, multiply_on
 from pallas_kernels.mosaic_gpu.tiles import tiled
 
 MIN_QUERIES = 64
@@ -92,9 +95,11 @@ def paged_prefill(
     ]
     if sink_logits is not None:
         inputs.append(sink_logits.astype(jnp.float32).reshape(-1) * LOG2_E)
-    piece_len, _ = pieces_of_blocks(k_pool.shape[2], KEY_COLUMNS)
-    ring = plgpu.SMEM((STAGES, KEY_COLUMNS, head_dim), k_pool.dtype, transforms=tiled(head_dim, 2))
-    loaded = plgpu.Barrier(num_barriers=STAGES, num_arrivals=KEY_COLUMNS // piece_len)
+    gpu = target()
+    tile_len = tile_len_on(gpu)
+    piece_len, _ = pieces_of_blocks(k_pool.shape[2], tile_len)
+    ring = plgpu.SMEM((STAGES, tile_len, head_dim), k_pool.dtype, transforms=tiled(head_dim, 2))
+    loaded = plgpu.Barrier(num_barriers=STAGES, num_arrivals=tile_len // piece_len)
     consumed = plgpu.Barrier(num_barriers=STAGES, num_arrivals=_COMPUTING)
     scratch: dict[str, Any] = dict(
         q_smem=plgpu.SMEM((_COMPUTING, QUERY_ROWS, head_dim), q.dtype, transforms=tiled(head_dim, 2)),
@@ -108,12 +113,12 @@ def paged_prefill(
         v_consumed=consumed,
         turn=plgpu.Barrier(num_arrivals=_COMPUTING),
     )
-    if interpret:  # which takes no factor from registers
+    if interpret or not gpu.has_wgmma:  # neither takes a factor from the registers where it was computed
         scratch["p_smem"] = plgpu.SMEM(
-            (_COMPUTING, QUERY_ROWS, KEY_COLUMNS), q.dtype, transforms=tiled(KEY_COLUMNS, 2)
+            (_COMPUTING, QUERY_ROWS, tile_len), q.dtype, transforms=tiled(tile_len, 2)
         )
     out, lse = launch(
-        functools.partial(_prefill, options, group_size),
+        functools.partial(_prefill, options, group_size, multiply_on(gpu, interpret)),
         cost=cost,
         interpret=interpret,
         out_type=(
@@ -140,11 +145,27 @@ def why_not_prefill(k_pool: jax.Array, q_dtype: Any) -> str | None:
         return f"head_dim is {k_pool.shape[3]}, expected {' or '.join(map(str, HEAD_DIMS))}"
     if k_pool.shape[2] % MIN_PIECE_LEN:
         return f"block_size is {k_pool.shape[2]}, expected a multiple of {MIN_PIECE_LEN}"
-    if not target().has_wgmma:
-        return "it multiplies by wgmma, which Hopper GPUs alone have"
+    gpu = target()
+    if (num_bytes := max_shared_memory(k_pool.shape[3], gpu)) > gpu.shared_memory:
+        return (
+            f"it needs {num_bytes} bytes of shared memory with head_dim {k_pool.shape[3]}, and a GPU like "
+            f"{gpu.example} has {gpu.shared_memory}"
+        )
     if q_dtype != k_pool.dtype:
         return f"the queries are {jnp.dtype(q_dtype)}, expected {k_pool.dtype} like the pools"
     return None
+
+
+def tile_len_on(gpu: Gpu) -> int:
+    """Keys of a tile: fewer, where factors take registers."""
+    return 128 if gpu.has_wgmma else 64
+
+
+def max_shared_memory(head_dim: int, gpu: Gpu) -> int:
+    """Bytes of a program: rings, queries, on some GPUs weights, and barriers."""
+    columns = head_dim if gpu.has_wgmma else head_dim + tile_len_on(gpu)
+    rings = 2 * STAGES * tile_len_on(gpu) * head_dim * 2
+    return rings + _COMPUTING * QUERY_ROWS * columns * 2 + 3328
 
 
 def _cost(q: jax.Array, k_pool: jax.Array, block_table: jax.Array) -> pl.CostEstimate:
@@ -161,6 +182,7 @@ def _cost(q: jax.Array, k_pool: jax.Array, block_table: jax.Array) -> pl.CostEst
 def _prefill(
     options: DecodeOptions,
     group_size: int,
+    multiply: Multiply,
     q_ref,
     k_ref,
     v_ref,
@@ -198,7 +220,8 @@ def _prefill(
         return lax.div(jnp.minimum(first_unit + nth, num_units - 1), jnp.int32(group_size)) * QUERY_ROWS
 
     of_row = [ref[row] for ref in (first_column_ref, num_columns_ref, first_position_ref, num_queries_ref)]
-    mask = QueryMask(options, block_size, *of_row, first_query=first_query(warpgroup))
+    tile_len = k_smem.shape[1]
+    mask = QueryMask(options, block_size, *of_row, first_query=first_query(warpgroup), tile_len=tile_len)
     walk = Walk(mask, first_query(0), first_query(_COMPUTING - 1) + QUERY_ROWS)
 
     def slot_of(step: Any) -> Any:
@@ -207,14 +230,14 @@ def _prefill(
     @pl.when(warpgroup == _COMPUTING)
     def _():
         plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
-        piece_len, pieces_per_block = pieces_of_blocks(block_size, KEY_COLUMNS)
+        piece_len, pieces_per_block = pieces_of_blocks(block_size, tile_len)
         num_pieces = mask.num_columns * pieces_per_block
 
         def pieces_of(step: Any) -> list:
             """Pool rows of the blocks that a step's pieces come from; after the last piece, it again."""
-            first = walk.tile(jnp.minimum(step, walk.num_steps - 1)) * (KEY_COLUMNS // piece_len)
+            first = walk.tile(jnp.minimum(step, walk.num_steps - 1)) * (tile_len // piece_len)
             rows = []
-            for j in range(KEY_COLUMNS // piece_len):
+            for j in range(tile_len // piece_len):
                 nth_block = lax.div(jnp.minimum(first + j, num_pieces - 1), jnp.int32(pieces_per_block))
                 block = table_ref[table_row_ref[row], mask.column(nth_block)]
                 rows.append(layer_ref[0] * options.num_blocks + block)
@@ -222,7 +245,7 @@ def _prefill(
 
         def fetch(pool_ref, ring, barrier, step, rows) -> None:
             for j, pool_row in enumerate(rows):
-                nth = walk.tile(step) * (KEY_COLUMNS // piece_len) + j
+                nth = walk.tile(step) * (tile_len // piece_len) + j
                 start = lax.rem(nth, jnp.int32(pieces_per_block)) * piece_len
                 plgpu.copy_gmem_to_smem(
                     pool_ref.at[pool_row, head, pl.ds(start, piece_len)],
@@ -262,33 +285,19 @@ def _prefill(
         def per_query(x: jax.Array, num_columns: int) -> jax.Array:
             return lax.broadcast_in_dim(x, (QUERY_ROWS, num_columns), [0])
 
-        def product(num_columns: int, a, b, shadow, then=lambda: None) -> jax.Array:
-            """f32 `a @ b`; `then` is called when it has begun."""
-
-            def multiply(acc_ref):
-                plgpu.wgmma(acc_ref, a, b)
-                then()
-                if p_smem is not None:
-                    touch(shadow)
-                return acc_ref[...]
-
-            accumulator = plgpu.ACC((QUERY_ROWS, num_columns), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
-            return pl.run_scoped(multiply, accumulator)
-
         def clear_unseen(tile, slot) -> None:
-            for first in range(0, KEY_COLUMNS, _CLEARED_ROWS):
+            for first in range(0, tile_len, _CLEARED_ROWS):
                 place = v_smem.at[slot, pl.ds(first, _CLEARED_ROWS)]
                 v = plgpu.load(place, layout=layout, optimized=False)
-                is_seen = mask.is_seen_by_any(tile * KEY_COLUMNS + first, (_CLEARED_ROWS, head_dim))
+                is_seen = mask.is_seen_by_any(tile * tile_len + first, (_CLEARED_ROWS, head_dim))
                 place[...] = jnp.where(is_seen, v, jnp.zeros_like(v))
             plgpu.commit_smem()
 
         def attend_tile(step, state):
-            out, peak, total = state
+            old_out, peak, total = state
             slot, tile = slot_of(step), walk.tile(step)
             plgpu.barrier_wait(k_barrier.at[slot])
-            keys = k_smem.at[slot]
-            logits = product(KEY_COLUMNS, own_q, keys.transpose((1, 0)), keys, take_turns)
+            logits = multiply(own_q, k_smem.at[slot].transpose((1, 0)), begun=take_turns)
             plgpu.barrier_arrive(k_consumed.at[slot])
             logits = scaled(options, logits)
             logits = lax.cond(
@@ -299,7 +308,7 @@ def _prefill(
             )
             # Before a query's first key all weights are 1, and then decay to 0.
             new_peak = jnp.maximum(peak, logits.max(axis=1))
-            weights = jnp.exp2(logits - per_query(new_peak, KEY_COLUMNS))
+            weights = jnp.exp2(logits - per_query(new_peak, tile_len))
             decay = jnp.exp2(peak - new_peak)
             total = total * decay + weights.sum(axis=1)
             weights = weights.astype(v_smem.dtype)
@@ -312,9 +321,13 @@ def _prefill(
                 plgpu.commit_smem()
                 weights = p_smem.at[warpgroup]
             take_turns()
-            new_out = product(head_dim, weights, v_smem.at[slot], v_smem.at[slot])
-            plgpu.barrier_arrive(v_consumed.at[slot])
-            return out * per_query(decay, head_dim) + new_out, new_peak, total
+            out = multiply(
+                weights,
+                v_smem.at[slot],
+                total=lambda: old_out * per_query(decay, head_dim),
+                ended=lambda: plgpu.barrier_arrive(v_consumed.at[slot]),
+            )
+            return out, new_peak, total
 
         def full(shape, value, of) -> jax.Array:
             return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), of)

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +12,30 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.gpus import Gpu
 from pallas_kernels.mosaic_gpu.interpret import touch
 
-Multiply = Callable[[Any, Any], jax.Array]
-"""`(a, b) -> f32 a @ b` in the layout `plgpu.Layout.WGMMA`.
 
-The factors are references to 16-bit numbers in shared memory, `a` with a multiple of 64 rows; whatever
-threads stored there has been followed by `commit_smem`. Afterwards copies may take their place.
-"""
+class Multiply(Protocol):
+    """A product of 16-bit numbers, f32 in the layout `plgpu.Layout.WGMMA`."""
+
+    def __call__(
+        self,
+        a: Any,
+        b: Any,
+        *,
+        total: Callable[[], jax.Array] | None = None,
+        begun: Callable[[], None] = lambda: None,
+        ended: Callable[[], None] = lambda: None,
+    ) -> jax.Array:
+        """Returns `total() + a @ b`.
+
+        Args:
+          a: In shared memory, rows a multiple of 64; what threads stored there came before a `commit_smem`.
+            By wgmma also in registers.
+          b: Likewise, in shared memory.
+          total: What is added to, or None.
+          begun: Is called when a product that runs on by itself has begun, or before it begins.
+          ended: Is called when the factors have been read, so that copies may take their place.
+        """
+        ...
 
 
 def multiply_on(gpu: Gpu, is_interpreted: bool) -> Multiply:
@@ -27,20 +45,33 @@ def multiply_on(gpu: Gpu, is_interpreted: bool) -> Multiply:
     return _by_mma
 
 
-def _by_wgmma(is_interpreted: bool, a: Any, b: Any) -> jax.Array:
+def _nothing() -> None:
+    pass
+
+
+def _by_wgmma(
+    is_interpreted: bool, a: Any, b: Any, *, total=None, begun=_nothing, ended=_nothing
+) -> jax.Array:
     def multiply(acc_ref):
         plgpu.wgmma(acc_ref, a, b)
+        begun()
         if is_interpreted:
             touch(a)
+            touch(b)
         return acc_ref[...]
 
     accumulator = plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
-    return pl.run_scoped(multiply, accumulator)
+    product = pl.run_scoped(multiply, accumulator)
+    ended()
+    return product if total is None else total() + product
 
 
-def _by_mma(a: Any, b: Any) -> jax.Array:
+def _by_mma(a: Any, b: Any, *, total=None, begun=_nothing, ended=_nothing) -> jax.Array:
     of_a, of_b = (layout(a.dtype) for layout in (plgpu.Layout.MMA_LHS, plgpu.Layout.MMA_RHS))
-    total = plgpu.layout_cast(jnp.zeros((a.shape[0], b.shape[1]), jnp.float32), plgpu.Layout.WGMMA)
-    total = plgpu.mma(total, plgpu.load(a, layout=of_a), plgpu.load(b, layout=of_b))
+    begun()
+    zeros = jnp.zeros((a.shape[0], b.shape[1]), jnp.float32)
+    result = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA) if total is None else total()
+    result = plgpu.mma(result, plgpu.load(a, layout=of_a), plgpu.load(b, layout=of_b))
     plgpu.commit_smem()  # a copy that overwrites a factor comes after all warps' loads of it
-    return total
+    ended()
+    return result

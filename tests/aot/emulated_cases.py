@@ -33,12 +33,12 @@ MERGES = {
     "6_parts_126_lanes": (6, 2, 3, 7, 128),
     "head_256": (2, 33, 256),
 }
-# Decodes of GPUs without wgmma, by the names of shapes; a last one whose rings have one stage on an RTX 5090.
+# What GPUs without wgmma run of these, and a decode whose rings have one stage on an RTX 5090.
 ELSEWHERE = {
-    B200: ("plain", "long", "drafts_7x16", "all"),
-    RTX_5090: ("head_128_block_24", "head_256_long"),
+    B200: ("decode_plain", "decode_long", "decode_drafts_7x16", "prefill_head_128_group_3"),
+    RTX_5090: ("decode_all", "prefill_plain"),
 }
-_OTHER_SHAPES = (DecodeShape("head_256_long", (200,), 1, group_size=7, head_dim=256, num_queries=2),)
+ONE_STAGE = DecodeShape("head_256_long", (200,), 1, group_size=7, head_dim=256, num_queries=2)
 TOLERANCES = {"bfloat16": 5e-3, "float16": 5e-4}
 """Of what decodes give: weights are rounded to the pools' dtype before they meet the values."""
 SMALL_GPU: dict[Any, dict[str, Any]] = {
@@ -71,12 +71,9 @@ class Case(NamedTuple):
 def cases(num_random: int, seed: int) -> list[Case]:
     """All named shapes, and so many random ones."""
     draw = random.Random(seed)
-    by_name = {shape.name: shape for shape in (*DECODE_SHAPES, *_OTHER_SHAPES)}
     plain = DECODE_SHAPES[0]
-    return [
+    here = [
         *(_decode(f"decode_{shape.name}", shape, shape.dtype) for shape in DECODE_SHAPES),
-        *(_random(f"random_{seed}_{nth}", draw) for nth in range(num_random)),
-        *(_elsewhere(by_name[name], target) for target, names in ELSEWHERE.items() for name in names),
         _decode("decode_of_32_bits", plain, "float32"),
         *(_prefill(f"prefill_{shape.name}", shape) for shape in PREFILL_SHAPES),
         *(_merge(f"merge_{name}", shape) for name, shape in MERGES.items()),
@@ -88,6 +85,13 @@ def cases(num_random: int, seed: int) -> list[Case]:
         ),
         *(_append(name, num_tokens) for name, num_tokens in zip(POOLS, (1, 7, 5, 19), strict=True)),
     ]
+    named = {case.name: case for case in here}
+    return [
+        *here,
+        *(_on(target, named[name]) for target, names in ELSEWHERE.items() for name in names),
+        _on(RTX_5090, _decode(f"decode_{ONE_STAGE.name}", ONE_STAGE, ONE_STAGE.dtype)),
+        *(_random(f"random_{seed}_{nth}", draw) for nth in range(num_random)),
+    ]
 
 
 def _decode(name: str, shape: DecodeShape, out_dtype: str) -> Case:
@@ -96,14 +100,16 @@ def _decode(name: str, shape: DecodeShape, out_dtype: str) -> Case:
     )
 
 
-def _elsewhere(shape: DecodeShape, target: Target) -> Case:
+def _on(target: Target, case: Case) -> Case:
+    if target is H200:
+        return case
     model = target.gpu.example.replace(" ", "_").lower()
-    return _decode(f"{model}_decode_{shape.name}", shape, shape.dtype)._replace(target=target)
+    return case._replace(name=f"{model}_{case.name}", target=target)
 
 
 def _random(name: str, draw: random.Random) -> Case:
-    shape, target = _random_shape(name, draw), draw.choice([H200, B200, RTX_5090])
-    return _decode(f"decode_{name}", shape, shape.dtype) if target is H200 else _elsewhere(shape, target)
+    shape = _random_shape(name, draw)
+    return _on(draw.choice([H200, B200, RTX_5090]), _decode(f"decode_{name}", shape, shape.dtype))
 
 
 def _prefill(name: str, shape: DecodeShape) -> Case:

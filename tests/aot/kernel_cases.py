@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.decode_rows import DecodeOptions, DecodeRows
+from pallas_kernels.mosaic_gpu import prefill
 from pallas_kernels.mosaic_gpu.decode import paged_decode
 from pallas_kernels.mosaic_gpu.decode_budget import (
     max_registers,
@@ -24,8 +25,8 @@ from pallas_kernels.mosaic_gpu.decode_budget import (
 from pallas_kernels.mosaic_gpu.decode_plan import Tiling, tiling_of
 from pallas_kernels.mosaic_gpu.lanes import num_query_copies
 from pallas_kernels.mosaic_gpu.merge import merge_attention
-from pallas_kernels.mosaic_gpu.prefill import STAGES, paged_prefill
-from pallas_kernels.mosaic_gpu.prefill_mask import KEY_COLUMNS, QUERY_ROWS
+from pallas_kernels.mosaic_gpu.prefill import paged_prefill
+from pallas_kernels.mosaic_gpu.prefill_mask import QUERY_ROWS
 from tests.aot.budget import Budget, CompileCase, i32, pool
 from tests.aot.move_cases import MOVE_CASES
 from tests.aot.target import B200, H200, RTX_5090, Target
@@ -156,11 +157,12 @@ def _prefill_case(
     max_len: int = 8192,
     dtype: str = "bfloat16",
     has_sink_logits: bool = False,
+    target: Target = H200,
     **options: Any,
 ) -> CompileCase:
     """Of registers a thread has what 384 may have at most; the kernel deals them out anew.
 
-    A tile has a product of 128 keys and one with 128 values, 64 rows and so many columns each. Copied are the
+    A tile has a product of its keys and one with its values, 64 rows and so many columns each. Copied are the
     queries, and the pieces of K and V in one place, where the ring is filled and refilled.
     """
     num_layers, num_kv_heads = 4, 8
@@ -181,18 +183,22 @@ def _prefill_case(
             q, k_pool, v_pool, table, rows, prefill_options, layer=layer, sink_logits=sink_logits
         )
 
-    pieces_per_tile = KEY_COLUMNS // math.gcd(block_size, KEY_COLUMNS)
+    tile_len = prefill.tile_len_on(target.gpu)
+    pieces_per_tile = tile_len // math.gcd(block_size, tile_len)
+    products = dict(min_wgmma=(head_dim + tile_len) // 16)
+    if not target.gpu.has_wgmma:
+        products = dict(min_mma=2 * head_dim // 16 * tile_len // 8)
     padded_len = -(-num_queries // QUERY_ROWS) * QUERY_ROWS
     budget = Budget(
         registers=168,
-        shared_memory=(2 * STAGES * KEY_COLUMNS + 2 * QUERY_ROWS) * head_dim * 2 + 3328,
-        min_wgmma=(head_dim + KEY_COLUMNS) // 16,
+        shared_memory=prefill.max_shared_memory(head_dim, target.gpu),
         min_tma=1 + 2 * pieces_per_tile,
-        min_fences=2,
+        min_fences=2 if target.gpu.has_wgmma else 5,
         # The logs of sums once more, and where queries are no whole tiles, queries and results.
         temporary_bytes=num_rows * padded_len * num_kv_heads * group_size * (4 + 4 * head_dim) + 1000,
+        **products,
     )
-    return CompileCase(name, function, arguments, budget, ("paged_prefill",), pools=(1, 2))
+    return CompileCase(name, function, arguments, budget, ("paged_prefill",), pools=(1, 2), target=target)
 
 
 _PREFILL_CASES = {
@@ -203,6 +209,16 @@ _PREFILL_CASES = {
     "prefill_block_48": dict(block_size=48, max_len=8160, dtype="float16", group_size=1),
     "prefill_block_128": dict(block_size=128, group_size=7),
     "prefill_window": dict(window=1024, num_sink_tokens=20, soft_cap=30.0, has_sink_logits=True),
+}
+
+_OTHER_PREFILLS = {
+    "b200_prefill_2048": dict(target=B200),
+    "b200_prefill_window": dict(
+        target=B200, block_size=16, window=1024, num_sink_tokens=20, soft_cap=30.0, has_sink_logits=True
+    ),
+    "rtx_prefill_head_64": dict(
+        target=RTX_5090, head_dim=64, block_size=48, max_len=8160, dtype="float16", group_size=1
+    ),
 }
 
 
@@ -253,6 +269,7 @@ def _elsewhere(name: str, prefix: str, target: Target, **limits: int) -> Compile
 CASES = (
     *_HOPPER_CASES,
     *(_decode_case(name, **options) for name, options in _OTHER_GPUS.items()),
+    *(_prefill_case(name, **options) for name, options in _OTHER_PREFILLS.items()),
     _elsewhere("copy_blocks_bf16_16x128", "b200", B200),
     _elsewhere("copy_blocks_bf16_16x128", "rtx", RTX_5090),
     _elsewhere("append_4096_f32", "rtx", RTX_5090),

@@ -10,7 +10,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from pallas_kernels.decode_rows import DecodeRows
 from pallas_kernels.gpus import B200, GPUS, HOPPER, RTX_50, gpu_of
-from pallas_kernels.mosaic_gpu import limits, why_not_prefill
+from pallas_kernels.mosaic_gpu import limits, prefill
 from pallas_kernels.mosaic_gpu.decode_budget import max_shared_memory, num_stages, programs_per_sm
 from pallas_kernels.mosaic_gpu.decode_plan import TILE_ROWS, Item, plan_decode, tiling_of
 from tests.kernels.fluid_model import Gpu, of_ceiling
@@ -126,9 +126,16 @@ def test_a_program_of_each_kind_fits_each_gpu(gpu):
             assert programs_per_sm(tiling, head_dim, gpu) >= 1
 
 
-def test_a_prefill_is_for_gpus_with_wgmma(monkeypatch):
-    pool = jnp.zeros((2, 1, 16, 64), jnp.bfloat16)
-    assert why_not_prefill(pool, pool.dtype) is None
-    device = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA B200", compute_capability="10.0")
-    monkeypatch.setattr(jax, "local_devices", lambda: [device])
-    assert why_not_prefill(pool, pool.dtype) == "it multiplies by wgmma, which Hopper GPUs alone have"
+def test_a_prefill_that_does_not_fit_the_gpu_is_refused(monkeypatch):
+    found = {}
+    for gpu in GPUS:
+        device = types.SimpleNamespace(
+            platform="gpu", device_kind=gpu.example, compute_capability=gpu.capability
+        )
+        monkeypatch.setattr(jax, "local_devices", lambda device=device: [device])
+        for head_dim in prefill.HEAD_DIMS:
+            pool = jax.ShapeDtypeStruct((2, 1, 16, head_dim), jnp.bfloat16)
+            if reason := prefill.why_not_prefill(pool, pool.dtype):
+                found[gpu, head_dim] = reason
+    expected = "it needs 118016 bytes of shared memory with head_dim 128, and a GPU like RTX 5090 has 101376"
+    assert found == {(RTX_50, 128): expected}

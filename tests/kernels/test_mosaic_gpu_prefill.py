@@ -1,5 +1,6 @@
 """The GPU's prefill, interpreted with race detection, against the reference of decoding."""
 
+import dataclasses
 import inspect
 import types
 
@@ -10,7 +11,7 @@ import pytest
 
 from pallas_kernels import reference
 from pallas_kernels.mosaic_gpu import interpret, paged_prefill, prefill
-from pallas_kernels.mosaic_gpu.prefill_mask import KEY_COLUMNS, QUERY_ROWS, QueryMask, Walk
+from pallas_kernels.mosaic_gpu.prefill_mask import QUERY_ROWS, QueryMask, Walk
 from pallas_kernels.shapes import PREFILL_SHAPES, DecodeProblem, DecodeShape
 from tests.kernels.gpu_interpreter import run_interpreted
 from tests.mutants.reading import read_all
@@ -72,13 +73,14 @@ def test_values_that_no_query_sees_may_be_nan():
 
 @pytest.mark.parametrize("window", [None, 1, 90, 700])
 @pytest.mark.parametrize("num_sink_tokens", [0, 5, 300])
-def test_a_program_reads_each_tile_that_its_queries_see_once_and_in_order(window, num_sink_tokens):
+@pytest.mark.parametrize("tile_len", [128, 64])
+def test_a_program_reads_each_tile_that_its_queries_see_once_and_in_order(window, num_sink_tokens, tile_len):
     """And none before or after: of all tiles that are read, those with kept tokens may be of no use."""
     if window is None and num_sink_tokens:
         return
     shape = DecodeShape("a", (1203,), window=window, num_sink_tokens=num_sink_tokens, num_queries=600)
     rows = jax.tree.map(lambda x: int(x[0]), shape.rows())
-    mask = QueryMask(shape.options, shape.block_size, *rows[1:], first_query=0)
+    mask = QueryMask(shape.options, shape.block_size, *rows[1:], first_query=0, tile_len=tile_len)
     positions = np.asarray(mask.position(np.arange(rows.num_columns * shape.block_size)))
     for first_query in range(0, 704, QUERY_ROWS):
         queries = rows.first_position + np.arange(first_query, min(first_query + QUERY_ROWS, 600))
@@ -88,14 +90,14 @@ def test_a_program_reads_each_tile_that_its_queries_see_once_and_in_order(window
             is_seen &= is_near | (positions[None] < num_sink_tokens)
         walk = Walk(mask, first_query, first_query + QUERY_ROWS)
         tiles = [int(walk.tile(step)) for step in range(int(walk.num_steps))]
-        seen = set((np.flatnonzero(is_seen.any(axis=0)) // KEY_COLUMNS).tolist())
+        seen = set((np.flatnonzero(is_seen.any(axis=0)) // tile_len).tolist())
         assert tiles == sorted(set(tiles)) and seen <= set(tiles)
-        kept = set(range(-(-mask.num_sink_blocks * shape.block_size // KEY_COLUMNS)))
+        kept = set(range(-(-mask.num_sink_blocks * shape.block_size // tile_len)))
         assert set(tiles) <= seen | kept
-        own = QueryMask(shape.options, shape.block_size, *rows[1:], first_query=first_query)
+        own = dataclasses.replace(mask, first_query=first_query)
         for tile in tiles[: len(queries) // QUERY_ROWS * len(tiles)]:
-            columns = slice(tile * KEY_COLUMNS, (tile + 1) * KEY_COLUMNS)
-            is_whole = positions[columns].size == KEY_COLUMNS
+            columns = slice(tile * tile_len, (tile + 1) * tile_len)
+            is_whole = positions[columns].size == tile_len
             is_all = is_whole and bool(is_seen[:, columns].all())
             # Tiles with kept tokens may be masked in vain.
             assert is_all or not own.is_all_seen(tile)

@@ -191,8 +191,7 @@ def page() -> str:
 * **Emulated**: programs run on a CPU that stands for the device. For GPUs they are the PTX of the kernels;
   copies and products land at once, and in a second run when they are waited for. Fences, barriers and
   addresses are checked, and results are compared with the reference. Kernels for Blackwell are those for
-  Hopper, but that they multiply by `mma`, which jax's interpreter does not know; with as many stages as fit,
-  and where Hopper has a kernel for prompts, as rows of 8 queries.
+  Hopper, but that they multiply by `mma`, which jax's interpreter does not know, with the stages that fit.
 * **Compiled**: for the device and without one, within budgets; what a compiler says of registers, memory,
   copies and waits is checked.
 * **Run**: on the device itself. **Measured**: timed there, with a record.
