@@ -28,7 +28,7 @@ def max_registers(tiling: Tiling, head_dim: int, gpu: Gpu) -> int:
     """Of a thread."""
     by_lanes = {64: (96, 168, 168, 168), 128: (128, 160, 208, 208), 256: (224, 255)}[head_dim]
     if not gpu.has_wgmma:  # factors are in registers too
-        by_lanes = {64: (96, 168, 168, 192), 128: (128, 160, 208, 248), 256: (224, 255)}[head_dim]
+        by_lanes = {64: (112, 168, 168, 192), 128: (128, 160, 208, 248), 256: (224, 255)}[head_dim]
     registers = by_lanes[tiling.num_lanes // 8 - 1]
     return max(registers, 112) if tiling.piece_len < 16 else registers
 
