@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 import kvcache_jax as kv
@@ -101,7 +102,7 @@ def store_speeds(
                 )
                 times["save"].append(timed(lambda saved=saved: kv.tiers.save(cache, saved, weights=WEIGHTS)))
                 times["get"].append(timed(lambda alone=alone: read_all(alone, recorded.batches)))
-                empty = kv.init(config)
+                empty = jax.block_until_ready(kv.init(config))
                 times["load"].append(timed(lambda saved=saved, empty=empty: load_all(saved, empty)))
         speeds = {what: num_bytes / 1e6 / float(np.median(seconds)) for what, seconds in times.items()}
         ratios = {

@@ -168,7 +168,7 @@ class Engine:
         self._attached = Attachments(config, placement is not None)
         shards = Shards(placement, config, params)
         self._tables = [
-            RequestTable(self._sizes, entering, _MOST_ENDED, config.max_seq_len)
+            RequestTable(self._sizes, entering, _MOST_ENDED, config, shards.num_shards)
             for _ in range(shards.num_shards)
         ]
         width = outbox_width(self._options.num_top_logprobs)
@@ -247,7 +247,7 @@ class Engine:
                     while self._next_id in ids or self._has_id(self._next_id):
                         self._next_id += 1
                     request_id = self._next_id
-                tables = sorted(self._tables, key=lambda table: table.num_tokens)
+                tables = sorted(self._tables, key=lambda table: table.load_with(request))
                 if not any(table.add(request, request_id, now) for table in tables):
                     break
                 self._next_id += request.id is None

@@ -111,9 +111,10 @@ class Placement:
     Attributes:
       mesh: The devices.
       row_axis: Mesh axis whose devices have `max_seqs` rows and a scheduler each; each request goes to the
-        one that has least to do. Heads are split over `config.head_axis`, if it is set: `forward` then runs
-        within `jax.shard_map`, sees its own heads, and adds up over that axis where it must. Tokens of blocks
-        are split over `config.context_axis`, of which `forward` needs to know nothing.
+        one that has least to do with it: tokens of its prompt's beginning that went there before do not
+        count. Heads are split over `config.head_axis`, if it is set: `forward` then runs within
+        `jax.shard_map`, sees its own heads, and adds up over that axis where it must. Tokens of blocks are
+        split over `config.context_axis`, of which `forward` needs to know nothing.
       params_spec: `PartitionSpec`s of the parameters, a prefix of their tree. Default: on all devices.
       team: The processes whose devices the mesh has, `kv.processes.DistributedTeam()`. Default: this one.
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.engine.inputs import PARTS, check_inputs
 from kvcache_jax.engine.program import Inbox
 from kvcache_jax.engine.requests import (
@@ -22,6 +23,7 @@ from kvcache_jax.engine.requests import (
     one_namespace,
     sample_seed,
 )
+from kvcache_jax.engine.seen_prefixes import SeenPrefixes
 from kvcache_jax.engine.state import Finish
 from kvcache_jax.engine.stop_text import StopText
 from kvcache_jax.prefix.names import namespace_within
@@ -124,15 +126,23 @@ class TokenRuns:
 class RequestTable:
     """The samples that have not ended, by slot, and the news of them that the device has yet to be told.
 
-    An inbox ends at most `most_ended` of them.
+    An inbox ends at most `most_ended` of them. Of several tables each knows which prompts it was given.
 
     Attributes:
       num_attached: Attachments that are asked about a prompt before it is sent.
     """
 
-    def __init__(self, sizes: TableSizes, inbox_sizes: TableSizes, most_ended: int, max_seq_len: int):
+    def __init__(
+        self,
+        sizes: TableSizes,
+        inbox_sizes: TableSizes,
+        most_ended: int,
+        config: CacheConfig,
+        num_tables: int = 1,
+    ):
         self._sizes, self._inbox_sizes, self._most_ended = sizes, inbox_sizes, most_ended
-        self._max_seq_len, self.num_attached = max_seq_len, 0
+        self._max_seq_len, self.num_attached = config.max_seq_len, 0
+        self._seen = SeenPrefixes(config) if num_tables > 1 else None
         self._free_slots = deque(range(sizes.num_slots))
         self._runs = TokenRuns(sizes.num_tokens)
         self._weights = np.zeros(4, np.uint32)
@@ -187,8 +197,17 @@ class RequestTable:
             self._by_id.setdefault(request_id, []).append(sample)
             self._to_send.append(sample)
             self._ask(sample)
+        if self._seen is not None:
+            self._seen.add(self._namespace_of(request), np.asarray(request.prompt, np.int32))
         self._quiet = None
         return True
+
+    def load_with(self, request: GenerationRequest) -> int:
+        """Tokens of all samples, less those of a request's prompt that the cache may have."""
+        if self._seen is None:
+            return self.num_tokens
+        prompt = np.asarray(request.prompt, np.int32)
+        return self.num_tokens - self._seen.num_tokens(self._namespace_of(request), prompt)
 
     def _ask(self, sample: Sample) -> None:
         # A prompt that is computed whole, or never, needs nothing of anyone.
@@ -232,6 +251,8 @@ class RequestTable:
     def send_again(self) -> list[tuple[Sample, Finish]]:
         """Tells all samples to a device that knows of none; removes and returns those that were to end."""
         self._to_end.clear()
+        if self._seen is not None:
+            self._seen.clear()
         samples = sorted(self, key=lambda sample: sample.uid)
         ended = [(sample, sample.ending) for sample in samples if sample.ending is not None]
         for sample, _ in ended:

@@ -1,14 +1,21 @@
 """Blocks as values, for tiers and transfer: `export_blocks` and `import_blocks`."""
 
 import dataclasses
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from kvcache_jax.arrays.masked_updates import get_at, num_true, quotient, read_first, remainder, set_at
+from kvcache_jax.arrays.masked_updates import (
+    first_true,
+    get_at,
+    num_true,
+    quotient,
+    read_first,
+    remainder,
+    set_at,
+)
 from kvcache_jax.arrays.pytree import pytree_dataclass
 from kvcache_jax.arrays.sharding import as_varied
 from kvcache_jax.blocks import block_pool
@@ -21,7 +28,6 @@ from kvcache_jax.core.state import Cache, Control, KVPool, PrefixIndex
 from kvcache_jax.core.status import Status
 from kvcache_jax.operations.rows import first_failure
 from kvcache_jax.prefix import block_metadata, eviction, prefix_index
-from kvcache_jax.prefix.content_hash import block_hashes, root_hash
 from kvcache_jax.prefix.prefix_index import Content
 
 
@@ -136,9 +142,9 @@ def import_blocks(cache: Cache, contents: BlockContents) -> tuple[Cache, jax.Arr
       contents: From `export_blocks`.
 
     Returns:
-      The cache and status i32[n]: OUT_OF_BLOCKS (no free block), NO_PARENT (the block before it is not
-      published), INDEX_FULL (no place where it would be found), BAD_LENGTH, SKIPPED (no block). A block that
-      fails changes nothing; others go on.
+      The cache and status i32[n]: OUT_OF_BLOCKS (no free blocks for it, or for one of as short a prefix),
+      NO_PARENT (the block before it is not published), INDEX_FULL (no place where it would be found),
+      BAD_LENGTH, SKIPPED (no block). A block that fails changes nothing; others go on.
 
     Raises:
       ValueError, TypeError: the cache has no prefix caching, or the contents are of another cache's shapes.
@@ -210,11 +216,7 @@ def _import(cache: Cache, contents: BlockContents) -> tuple[Cache, jax.Array]:
     config = cache.config
     order = jnp.argsort(contents.num_tokens, stable=True)
     entries = contents.tokens, contents.num_tokens, contents.namespace, contents.is_held
-
-    def publish_next(control: Control, entry: jax.Array) -> tuple[Control, _Published]:
-        return _publish(control, *jax.tree.map(lambda x: x[entry], entries), config=config)
-
-    control, published = lax.scan(publish_next, cache.control, order)
+    control, published = _publish(cache.control, *jax.tree.map(lambda x: x[order], entries), config)
     control = _let_go(control, cache.control, published, config)
     in_place = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0], dtype=order.dtype))
     published = jax.tree.map(lambda x: x[in_place], published)
@@ -228,11 +230,11 @@ def _import(cache: Cache, contents: BlockContents) -> tuple[Cache, jax.Array]:
 
 
 class _Published(NamedTuple):
-    """The outcome for one block, or for several on the first axis."""
+    """The outcome for n blocks."""
 
-    status: jax.Array  # i32[]
-    block_ids: tuple[jax.Array, ...]  # per group i32[m], the blocks that it got, or nowhere
-    chain: jax.Array  # i32[columns], the indexed group's blocks up to it; nowhere if it was not entered
+    status: jax.Array  # i32[n]
+    block_ids: tuple[jax.Array, ...]  # per group i32[n, m], the blocks that each got, or nowhere
+    chain: jax.Array  # i32[n, columns], the indexed group's blocks up to it; nowhere if it was not entered
 
 
 def _let_go(control: Control, before: Control, published: _Published, config: CacheConfig) -> Control:
@@ -261,53 +263,42 @@ def _publish(
     is_held: tuple[jax.Array, ...],
     config: CacheConfig,
 ) -> tuple[Control, _Published]:
-    """Publishes one block, which is held until `_let_go`."""
+    """Publishes blocks, of which each comes after the one before it; they are held until `_let_go`."""
     index, group_id = control.prefix_index, config.indexed_group
     assert index is not None
     nowhere, block_size = index.block_tokens.shape
-    content, chain, column = _content(control, index, tokens, num_tokens, namespace)
-    is_there = get_at(chain, column, nowhere) < nowhere
-    has_parent = (column == 0) | (content.parent < nowhere)
-    in_bucket = index.buckets[prefix_index.bucket_of(index, content.hashes)]
-    way, has_way = prefix_index.free_way(index, in_bucket[None], jnp.zeros(1, jnp.int32))
-    has_twin = prefix_index.candidates(index, in_bucket, content.hashes) < nowhere
+    found = _look_up(control, index, tokens, num_tokens, namespace)
     is_held = (*is_held[:group_id], jnp.ones_like(is_held[group_id]), *is_held[group_id + 1 :])
-    needs = [num_true(held) for held in is_held]
-    is_short = jnp.stack(
-        [need > pool.num_free for need, pool in zip(needs, control.block_pools, strict=True)]
-    ).any()
-    is_length = (num_tokens >= 0) & (num_tokens <= tokens.shape[0]) & (remainder(num_tokens, block_size) == 0)
-    status = first_failure(
-        (num_tokens == 0, Status.SKIPPED),
-        (~is_length, Status.BAD_LENGTH),
-        (is_there, Status.OK),
-        (~has_parent, Status.NO_PARENT),
-        (~has_way[0] | has_twin, Status.INDEX_FULL),
-        (is_short, Status.OUT_OF_BLOCKS),
-    )
-    enters = (status == Status.OK) & ~is_there
+    # Blocks are given in order: where there is none for one, there is none for those after it.
+    is_short = jnp.zeros_like(found.is_good)
+    for held, pool in zip(is_held, control.block_pools, strict=True):
+        needs = jnp.sum(held & found.is_good[:, None], axis=1, dtype=jnp.int32)
+        is_short |= jnp.cumsum(needs, dtype=jnp.int32) > pool.num_free
+    enters = found.is_good & ~is_short
     pools, block_ids = [], []
-    (content, way), index = read_first((content, way), index)
+    found, index = read_first(found, index)
     for pool, held in zip(control.block_pools, is_held, strict=True):
-        pool, ids = block_pool.take(pool, held & enters)
+        pool, ids = block_pool.take(pool, held & enters[:, None])
         pools.append(block_pool.mark_published(pool, ids))
         block_ids.append(ids)
-    new = block_ids[group_id]
-    content = jax.tree.map(lambda x: x[None], content)
-    index = prefix_index.insert(index, enters[None], new, way, content)
+    new = block_ids[group_id][:, 0]
+    content = found.content
+    follows = get_at(new, found.before, nowhere)
+    content = content._replace(parent=jnp.minimum(content.parent, follows))
+    index = prefix_index.insert(index, enters, new, found.way, content)
     index = dataclasses.replace(index, block_tokens=set_at(index.block_tokens, new, content.tokens))
     if index.history is not None:
         priority = jnp.zeros_like(new)
-        history = block_metadata.note_published(index.history, new, control.clock, priority, column[None])
+        history = block_metadata.note_published(index.history, new, control.clock, priority, found.column)
         index = dataclasses.replace(index, history=history)
     links = []
     for group_links, ids in zip(index.group_links, block_ids, strict=True):
         if group_links is not None:
-            rows = jnp.where(enters, new, nowhere)
+            owners = jnp.broadcast_to(new[:, None], ids.shape)
             group_links = dataclasses.replace(
                 group_links,
-                block_ids=set_at(group_links.block_ids, rows, ids[None]),
-                indexed_ids=set_at(group_links.indexed_ids, ids, jnp.broadcast_to(new, ids.shape)),
+                block_ids=set_at(group_links.block_ids, new, ids),
+                indexed_ids=set_at(group_links.indexed_ids, ids, owners),
             )
             if group_links.is_wanted is not None:
                 is_wanted = set_at(group_links.is_wanted, ids, False)
@@ -315,26 +306,98 @@ def _publish(
         links.append(group_links)
     index = dataclasses.replace(index, group_links=tuple(links))
     control = dataclasses.replace(control, prefix_index=index, block_pools=tuple(pools))
-    new_ids = jnp.where(enters, new, nowhere)
-    control = config.hooks.note_published(config.keeper.publish(control, new_ids, config), new_ids)
-    chain = jnp.where(enters, set_at(chain, column, new[0]), nowhere)
-    return control, _Published(status, tuple(block_ids), chain)
+    control = config.hooks.note_published(config.keeper.publish(control, new, config), new)
+    status = first_failure(
+        (num_tokens == 0, Status.SKIPPED),
+        (~found.is_length, Status.BAD_LENGTH),
+        (found.is_there, Status.OK),
+        ((found.column > 0) & (content.parent == nowhere), Status.NO_PARENT),
+        (~found.has_place, Status.INDEX_FULL),
+        (is_short, Status.OUT_OF_BLOCKS),
+    )
+    status = jnp.where(found.is_first, status, get_at(status, found.leader, Status.INDEX_FULL))
+    # Of those before a block, this call's own are in their columns of their chains.
+    chain = set_at(found.chain, (jnp.arange(new.size, dtype=jnp.int32), found.column), new)
+    chain = _with_those_before(chain, found.before, jnp.minimum)
+    return control, _Published(status, tuple(block_ids), jnp.where(enters[:, None], chain, nowhere))
 
 
-def _content(
+class _Found(NamedTuple):
+    """What is known of n blocks before they enter; `before` and `leader` are places among them, or n."""
+
+    content: Content  # parents are published ones
+    column: jax.Array  # i32[n]
+    chain: jax.Array  # i32[n, columns], the published blocks of the prefix, nowhere from a miss on
+    way: jax.Array  # i32[n]
+    before: jax.Array  # i32[n], the block before it, where that is not published yet
+    leader: jax.Array  # i32[n], the first one with these contents, which it has the status of
+    is_length: jax.Array  # bool[n], and so are the following
+    is_there: jax.Array
+    is_first: jax.Array  # no other one leads it
+    has_place: jax.Array  # in the index
+    is_good: jax.Array  # all of it is as it should be, and all before it is
+
+
+def _look_up(
     control: Control, index: PrefixIndex, tokens: jax.Array, num_tokens: jax.Array, namespace: jax.Array
-) -> tuple[Content, jax.Array, jax.Array]:
-    """Computes the content that a block at the end of `num_tokens` tokens represents.
-
-    Returns the published blocks of its prefix too, i32[columns], nowhere from a miss on; and its column.
-    """
+) -> _Found:
+    """Looks up blocks at the ends of `num_tokens` i32[n] tokens, in the index and among each other."""
     nowhere, block_size = index.block_tokens.shape
-    found = prefix_index.find_prefix(index, control.hash_key, tokens, num_tokens + 1, namespace)
-    blocks = tokens.reshape(-1, block_size)
-    order = jnp.arange(blocks.shape[0], dtype=jnp.int32)
+    num, width = tokens.shape
+    order = jnp.arange(num, dtype=jnp.int32)
+
+    def look_up(tokens: jax.Array, num_tokens: jax.Array, namespace: jax.Array) -> Any:
+        chain = prefix_index.find_prefix(index, control.hash_key, tokens, num_tokens + 1, namespace)
+        return chain, *prefix_index.prefix_blocks(control.hash_key, tokens, namespace, block_size)
+
+    chain, blocks, hashes = jax.vmap(look_up)(tokens, num_tokens, namespace)
+    is_length = (num_tokens >= 0) & (num_tokens <= width) & (remainder(num_tokens, block_size) == 0)
+    is_entry = is_length & (num_tokens > 0)
     column = quotient(jnp.maximum(num_tokens, block_size), block_size) - 1
-    added = block_hashes(control.hash_key, blocks, order * block_size)
-    added = jnp.where((order <= column)[:, None], added, jnp.uint32(0))
-    hashes = root_hash(control.hash_key, namespace) + jnp.sum(added, axis=0, dtype=jnp.uint32)
-    parent = get_at(found, column - 1, nowhere)
-    return Content(get_at(blocks, column), hashes, parent, namespace), found, column
+    own, parent = get_at(hashes, (order, column)), get_at(chain, (order, column - 1), nowhere)
+    is_there = is_entry & (get_at(chain, (order, column)) < nowhere)
+
+    def first_like(hashes: jax.Array, lengths: jax.Array) -> jax.Array:
+        """Finds the first block with a hash u32[n, 2] that has the same `lengths` i32[n] tokens, or n."""
+        is_same = (own[None] == hashes[:, None]).all(axis=-1) & is_entry[None]
+        first = first_true(is_same)
+        # Hashes only say where to look: all tokens are compared.
+        at = jnp.arange(width, dtype=jnp.int32)[None]
+        is_like = ((get_at(tokens, first) == tokens) | (at >= lengths[:, None])).all(axis=1)
+        is_like &= (get_at(namespace, first) == namespace).all(axis=1)
+        return jnp.where(is_like & (get_at(num_tokens, first, -1) == lengths), first, num)
+
+    leader = first_like(own, num_tokens)
+    is_first = (leader == order) | ~is_entry
+    before = first_like(get_at(hashes, (order, column - 1)), num_tokens - block_size)
+    before = jnp.where((column > 0) & (parent == nowhere), before, num)
+    buckets = prefix_index.bucket_of(index, own)
+    in_bucket, is_new = index.buckets[buckets], is_entry & is_first & ~is_there
+    goes_before = (order[:, None] > order[None]) & (buckets[:, None] == buckets[None]) & is_new[None]
+    way, has_place = prefix_index.free_way(index, in_bucket, jnp.sum(goes_before, axis=1, dtype=jnp.int32))
+    has_place &= prefix_index.candidates(index, in_bucket, own) == nowhere
+    is_good = is_new & has_place & ((column == 0) | (parent < nowhere) | (before < num))
+    return _Found(
+        content=Content(get_at(blocks, (order, column)), own, parent, namespace),
+        column=column,
+        chain=chain,
+        way=way,
+        before=before,
+        leader=leader,
+        is_length=is_length,
+        is_there=is_there,
+        is_first=is_first,
+        has_place=has_place,
+        is_good=_with_those_before(is_good, before, jnp.logical_and),
+    )
+
+
+def _with_those_before(
+    values: jax.Array, before: jax.Array, merge: Callable[[jax.Array, jax.Array], jax.Array]
+) -> jax.Array:
+    """Merges the values [n, ...] of blocks with those before them of this call, in steps of powers of two."""
+    order = jnp.arange(before.size, dtype=jnp.int32)
+    jump = jnp.where(before < before.size, before, order)
+    for _ in range(max(before.size - 1, 1).bit_length()):
+        values, jump = merge(values, get_at(values, jump)), get_at(jump, jump)
+    return values

@@ -12,6 +12,7 @@ from kvcache_jax.tiers.published import Entry
 from kvcache_jax.tiers.stored_block import BadValueError, Scope, key_of, pack, unpack
 
 _ROW = np.dtype([("key", "V32"), ("anchor", "V32"), ("group_id", "<u2"), ("slot", "<u2"), ("stamp", "<u8")])
+_NO_KEY = "0" * 64
 _MOST_ROWS = 2**18
 _BATCH = 256
 
@@ -107,10 +108,12 @@ def read_entries(store: Questions, scope: Scope) -> list[Entry]:
     header, rest = _read(store, key)
     if header != {"catalogue": key} or len(rest) % _ROW.itemsize:
         return []
-    columns = [np.frombuffer(rest, _ROW)[name].tolist() for name in _ROW.names or ()]
+    rows, digits = np.frombuffer(rest, _ROW), rest.hex()
+    columns = [rows[name].tolist() for name in ("group_id", "slot", "stamp")]
+    keys = [digits[start : start + 128] for start in range(0, len(digits), 2 * _ROW.itemsize)]
     return [
-        Entry(own.hex(), anchor.hex() if any(anchor) else "", *places)
-        for own, anchor, *places in zip(*columns, strict=True)
+        Entry(both[:64], "" if both[64:] == _NO_KEY else both[64:], *places)
+        for both, *places in zip(keys, *columns, strict=True)
     ]
 
 
@@ -118,7 +121,7 @@ def write_entries(store: Questions, scope: Scope, entries: Iterable[Entry]) -> N
     """Writes the list of what was saved of a scope, the entries used last where they are too many."""
     kept = sorted(entries, key=lambda entry: -entry.stamp)[:_MOST_ROWS]
     rows = np.array(
-        [(bytes.fromhex(entry.key), bytes.fromhex(entry.anchor or "0" * 64), *entry[2:]) for entry in kept],
+        [(bytes.fromhex(entry.key), bytes.fromhex(entry.anchor or _NO_KEY), *entry[2:]) for entry in kept],
         _ROW,
     )
     key = key_of("catalogue", scope._asdict())

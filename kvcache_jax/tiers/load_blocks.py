@@ -2,10 +2,12 @@
 
 import array
 import collections
+import dataclasses
+import functools
 import math
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +18,7 @@ from jax.typing import ArrayLike
 from kvcache_jax.core import token_arguments
 from kvcache_jax.core.attachment import ShardCache
 from kvcache_jax.core.config import CacheConfig
+from kvcache_jax.core.init import init
 from kvcache_jax.core.state import Cache
 from kvcache_jax.core.status import Status
 from kvcache_jax.operations.transfer import BlockContents, export_blocks, import_making_room
@@ -37,13 +40,14 @@ from kvcache_jax.tiers.stored_block import (
     BlockName,
     Scope,
     array_specs,
+    arrays_text,
     config_digest,
     unpack_block,
 )
 
-_THREADS = 4
-"""In which checksums are computed."""
-_MISSING = "missing"
+_THREADS, _LEAST_BYTES = 4, 2**18
+"""In which blocks are verified that have so many bytes: for smaller ones threads wait for each other."""
+_MISSING, _ALIGNMENT = "missing", 64
 
 type _Verified = dict[str, BlockName | str]
 """By key the name of a block, or the reason why it is none."""
@@ -149,7 +153,7 @@ def on_device(cache: Cache, texts: Sequence[Sequence[int]], namespace: str) -> C
         for text in texts:
             tokens = np.zeros((1, width), np.int32)
             tokens[0, : len(text)] = text[:width]
-            words = np.frombuffer(bytes.fromhex(namespace), "<u4").astype(np.uint32)
+            words = _words_of(namespace).astype(np.uint32)
             cache, _ = prefetch(cache, tokens, [min(len(text), width)], words)
     return cache.config.keeper.settle(cache)
 
@@ -169,10 +173,11 @@ class _Loading:
         config = cache.config
         self.cache, self.num_loaded, self._size = cache, 0, batch_size(cache)
         self._questions, self._group_id = questions, config.indexed_group
+        self._block_size = config.groups[self._group_id].block_size
         self.names = dict(held)  # of blocks that are there
         self._specs = [array_specs(config, g) for g in range(len(config.groups))]
-        form = cache.form if isinstance(cache, ShardCache) else cache
-        self._forms = jax.eval_shape(export_blocks, form, jax.ShapeDtypeStruct((self._size,), jnp.int32))
+        self._ends = [arrays_text(specs) for specs in self._specs]
+        self._forms = _forms_of(config, self._size)
         self._pending: tuple[dict[int, tuple[str, int]], Any] = {}, np.zeros(0, np.int32)
         self._text = "", array.array("i")  # the last one that was put together, by its key
 
@@ -226,8 +231,8 @@ class _Loading:
         """
         batches = [plan[start : start + self._size] for start in range(0, len(plan), self._size)]
         # One is filled, one is read by the device, and one waits in between.
-        contents = [_Contents(self._forms, self._specs) for _ in batches[:3]]
-        reading: list[tuple[_Contents, Sequence[_Planned], list[Future[_Verified]]]] = []
+        contents = _Contents.make(min(len(batches), 3), self._forms, self._specs)
+        reading: list[tuple[_Contents, Sequence[_Planned], Iterable[_Verified]]] = []
         with ThreadPoolExecutor(_THREADS) as threads:
             for nth, batch in enumerate([*batches, []]):
                 if batch:
@@ -239,8 +244,8 @@ class _Loading:
 
     def _read(
         self, batch: Sequence[_Planned], contents: "_Contents", threads: ThreadPoolExecutor
-    ) -> list[Future[_Verified]]:
-        """Reads a batch; threads verify it and fill contents, and answer with names, or why there is none."""
+    ) -> Iterable[_Verified]:
+        """Reads a batch; what it returns verifies it and fills contents. Threads do so with large blocks."""
         asked = [
             (row, entry, planned)
             for row, planned in enumerate(batch)
@@ -255,10 +260,10 @@ class _Loading:
                 if data is None:
                     found[entry.key] = _MISSING
                     continue
-                place, specs = (entry.group_id, entry.slot), self._specs[entry.group_id]
+                place, end = (entry.group_id, entry.slot), self._ends[entry.group_id]
                 try:
                     name, rest = unpack_block(
-                        data, entry.key, planned.scope, planned.entry.anchor, place, specs
+                        data, entry.key, planned.scope, planned.entry.anchor, place, end
                     )
                     contents.fill(row, *place, rest)
                 except BadValueError as error:
@@ -267,12 +272,13 @@ class _Loading:
                     found[entry.key] = name
             return found
 
-        return [threads.submit(verify, nth) for nth in range(_THREADS)]
+        are_large = max(map(len, filter(None, values)), default=0) >= _LEAST_BYTES
+        return (threads.map if are_large else map)(verify, range(_THREADS))
 
     def _publish(
-        self, contents: "_Contents", batch: Sequence[_Planned], jobs: Sequence[Future[_Verified]]
+        self, contents: "_Contents", batch: Sequence[_Planned], verified: Iterable[_Verified]
     ) -> None:
-        found = {key: name for job in jobs for key, name in job.result().items()}
+        found = {key: name for each in verified for key, name in each.items()}
         spoilt: list[str] = []
         counts: dict[int, tuple[str, int]] = {}
         for row, planned in enumerate(batch):
@@ -281,7 +287,7 @@ class _Loading:
                 self._questions.drop("the block before it is dropped", 1 + len(planned.linked))
                 continue
             name = self._verified(entry.key, found, spoilt)
-            if name and len(name.tokens) != self.cache.config.groups[self._group_id].block_size:
+            if name and len(name.tokens) != self._block_size:
                 self._questions.drop("of other tokens")
                 name = None
             if name is None:
@@ -351,6 +357,14 @@ class _Loading:
         return np.frombuffer(text, np.int32)
 
 
+@functools.lru_cache(16)
+def _forms_of(config: CacheConfig, num_blocks: int) -> BlockContents:
+    """Finds the shapes of an export of so many blocks."""
+    whole = dataclasses.replace(config, head_axis=None, context_axis=None)
+    ids = jax.ShapeDtypeStruct((num_blocks,), jnp.int32)
+    return jax.eval_shape(lambda ids: export_blocks(init(whole), ids), ids)
+
+
 class _Contents:
     """`BlockContents` that are filled block by block; what has no name is no block.
 
@@ -358,12 +372,30 @@ class _Contents:
       whole: The contents. A program may read them in place: they are cleared when it has ended.
     """
 
-    def __init__(self, forms: BlockContents, specs: Sequence[Sequence[Any]]):
-        self.whole: Any = jax.tree.map(_aligned, forms)
+    def __init__(self, whole: Any, specs: Sequence[Sequence[Any]]):
+        self.whole = whole
         # In the order of a value, which need not be the order of a tree.
         self._bytes = [
             [_bytes_of(arrays[name]) for name, *_ in each]
-            for arrays, each in zip(self.whole.arrays, specs, strict=True)
+            for arrays, each in zip(whole.arrays, specs, strict=True)
+        ]
+
+    @classmethod
+    def make(cls, num: int, forms: BlockContents, specs: Sequence[Sequence[Any]]) -> list["_Contents"]:
+        """Makes several, in one piece of memory: the system gives large ones in large pages."""
+        leaves, structure = jax.tree.flatten(forms)
+        sizes = [form.dtype.itemsize * math.prod(form.shape) for form in leaves] * num
+        # Each array begins where CPU devices read it without a copy.
+        ends = np.cumsum([0, *(size + -size % _ALIGNMENT for size in sizes)])
+        memory = np.zeros(ends[-1] + _ALIGNMENT, np.uint8)
+        memory = memory[-memory.ctypes.data % _ALIGNMENT :]
+        arrays = [
+            memory[start : start + size].view(form.dtype).reshape(form.shape)
+            for form, start, size in zip(leaves * num, ends, sizes, strict=False)
+        ]
+        count = len(leaves)
+        return [
+            cls(jax.tree.unflatten(structure, arrays[i * count : (i + 1) * count]), specs) for i in range(num)
         ]
 
     def clear(self) -> None:
@@ -384,23 +416,20 @@ class _Contents:
         """Says that a block and those linked to it are there."""
         self.whole.num_tokens[row] = len(text)
         self.whole.tokens[row, : len(text)] = text[: self.whole.tokens.shape[1]]
-        self.whole.namespace[row] = np.frombuffer(bytes.fromhex(namespace), "<u4")
+        self.whole.namespace[row] = _words_of(namespace)
         for entry in entries:
             self.whole.is_held[entry.group_id][row, entry.slot] = True
+
+
+@functools.lru_cache(64)
+def _words_of(namespace: str) -> np.ndarray:
+    return np.frombuffer(bytes.fromhex(namespace), "<u4")
 
 
 def _bytes_of(values: np.ndarray) -> np.ndarray:
     """Views the bytes of each block."""
     num_bytes = values.itemsize * math.prod(values.shape[2:])
     return values.view(np.uint8).reshape(*values.shape[:2], num_bytes)
-
-
-def _aligned(form: jax.ShapeDtypeStruct) -> np.ndarray:
-    """Makes an array of zeros at a place where CPU devices read it without a copy."""
-    num_bytes = form.dtype.itemsize * math.prod(form.shape)
-    memory = np.zeros(num_bytes + 63, np.uint8)
-    start = -memory.ctypes.data % 64
-    return memory[start : start + num_bytes].view(form.dtype).reshape(form.shape)
 
 
 def slots_of(cache: Cache) -> list[int]:

@@ -22,14 +22,12 @@ from kvcache_jax.layers.layer_kind import kind_to_json
 from kvcache_jax.tiers.block_store import Data
 
 _FORMAT = 2
-_MAGIC = b"kvblocks"
+_MAGIC, _PERSON = b"kvblocks", b"kvcache_jax %d" % _FORMAT
 # Magic, format, bytes of the header, bytes after it; then a CRC-32 of these and of all that follows. It is
 # there for faults of disks and networks, of which it misses one in 2**32: who forges a value could compute a
 # longer sum too, and other keys' values are known by the digest that a key is.
 _FIXED = struct.Struct("<8sIIQ")
 _SUM_BYTES = 4
-# What a block's key is a digest of ends here in its header: in JSON no text within quotes looks so.
-_ARRAYS = b', "arrays": '
 
 type Arrays = Mapping[str, np.ndarray]
 """A block's arrays by name, `[num_layers, *shape]`."""
@@ -71,30 +69,42 @@ class BlockName(NamedTuple):
     slot: int = 0
 
     @property
-    def header(self) -> dict[str, Any]:
-        """As a value's header has it."""
-        return {
-            **self.scope._asdict(),
-            "parent": self.parent,
-            "tokens": self.tokens,
-            "group": self.group_id,
-            "slot": self.slot,
-        }
+    def text(self) -> str:
+        """Writes the beginning of a value's header, in JSON."""
+        tokens = ", ".join(map(str, self.tokens))
+        return _start_of(self.scope, self.parent) + tokens + _place_of(self.group_id, self.slot)
 
     @property
     def key(self) -> str:
         """The key in stores."""
-        return _key_of("block", json.dumps(self.header).encode())
+        return _key_of(self.text.encode())
+
+
+def _start_of(scope: Scope, parent: str) -> str:
+    return _scope_text(scope) + parent + '", "tokens": ['
+
+
+@functools.lru_cache(256)
+def _scope_text(scope: Scope) -> str:
+    return json.dumps(scope._asdict())[:-1] + ', "parent": "'
+
+
+@functools.lru_cache(256)
+def _place_of(group_id: int, slot: int) -> str:
+    return f'], "group": {group_id}, "slot": {slot}'
 
 
 def key_of(what: str, words: Mapping[str, Any]) -> str:
     """Computes the key of a value from all that it depends on, as 64 hexadecimal digits."""
-    return _key_of(what, json.dumps(words, sort_keys=True).encode())
+    return _digest_of(what.encode(), json.dumps(words, sort_keys=True).encode())
 
 
-def _key_of(what: str, text: bytes) -> str:
-    person = f"kvcache_jax {_FORMAT}".encode()
-    return hashlib.blake2b(what.encode() + text, digest_size=32, person=person).hexdigest()
+def _key_of(text: bytes) -> str:
+    return _digest_of(b"block", text + b"}")
+
+
+def _digest_of(what: bytes, text: bytes) -> str:
+    return hashlib.blake2b(what + text, digest_size=32, person=_PERSON).hexdigest()
 
 
 def digest(*values: Any) -> str:
@@ -153,19 +163,22 @@ def array_specs(config: CacheConfig, group_id: int) -> list[list[Any]]:
 
 def pack(header: Any, parts: Sequence[Any]) -> bytes:
     """Builds a value of a header and the bytes of `parts`."""
-    text = json.dumps(header).encode()
+    return _pack(json.dumps(header).encode(), parts)
+
+
+def _pack(text: bytes, parts: Sequence[Any]) -> bytes:
     fixed = _FIXED.pack(_MAGIC, _FORMAT, len(text), sum(map(len, parts)))
     return b"".join((fixed, _checksum(fixed, text, *parts), text, *parts))
 
 
 def unpack(data: Data) -> tuple[dict[str, Any], memoryview]:
     """Reads a value's header, and the bytes after it without a copy; raises `BadValueError`."""
-    header, _, rest = _unpack(data)
-    return header, rest
+    text, rest = _unpack(data)
+    return _parsed(text), rest
 
 
-def _unpack(data: Data) -> tuple[dict[str, Any], bytes, memoryview]:
-    """Reads a value's header, the text of it, and the bytes after it."""
+def _unpack(data: Data) -> tuple[bytes, memoryview]:
+    """Reads the text of a value's header, and the bytes after it."""
     view, start = memoryview(data).cast("B"), _FIXED.size + _SUM_BYTES
     if len(view) < start:
         raise BadValueError("cut short")
@@ -178,27 +191,37 @@ def _unpack(data: Data) -> tuple[dict[str, Any], bytes, memoryview]:
         raise BadValueError("another length than its header says")
     if _checksum(view[: _FIXED.size], view[start:]) != view[_FIXED.size : start]:
         raise BadValueError("wrong checksum")
-    text = bytes(view[start : start + header_bytes])
+    return bytes(view[start : start + header_bytes]), view[start + header_bytes :]
+
+
+def _parsed(text: bytes) -> dict[str, Any]:
     try:
         header = json.loads(text)
     except ValueError as error:
         raise BadValueError("no header") from error
     if not isinstance(header, dict):
         raise BadValueError("no header")
-    return header, text, view[start + header_bytes :]
+    return header
 
 
-def pack_block(name: BlockName, arrays: Arrays) -> bytes:
+def pack_block(block: BlockName, arrays: Arrays) -> bytes:
     """Builds the value of a block."""
-    specs = [[array, x.dtype.name, list(x.shape)] for array, x in arrays.items()]
+    specs = [[name, x.dtype.name, list(x.shape)] for name, x in arrays.items()]
     parts = [np.ascontiguousarray(x).reshape(-1).view(np.uint8).data for x in arrays.values()]
-    return pack({**name.header, "arrays": specs}, parts)
+    return _pack((block.text + arrays_text(specs)).encode(), parts)
+
+
+def arrays_text(specs: Sequence[Sequence[Any]]) -> str:
+    """Writes the end of a block's header, of its arrays' forms; see `array_specs`."""
+    return f', "arrays": {json.dumps(specs)}}}'
 
 
 def unpack_block(
-    data: Data, key: str, scope: Scope, parent: str, place: tuple[int, int], specs: list[list[Any]]
+    data: Data, key: str, scope: Scope, parent: str, place: tuple[int, int], arrays: str
 ) -> tuple[BlockName, memoryview]:
     """Reads a block that was asked for by `key`; raises `BadValueError` where it is anything else.
+
+    Its header is compared as text: parsing takes longer than all else but the checksum.
 
     Args:
       data: The value.
@@ -206,25 +229,36 @@ def unpack_block(
       scope: Who asks.
       parent: Key of the block before.
       place: Layer group and slot.
-      specs: Of the arrays, see `array_specs`.
+      arrays: The forms, see `arrays_text`.
 
     Returns:
       The block's name, whose tokens the key was computed from; and the bytes of its arrays, one after the
       other, whose number is still to be compared.
     """
-    header, text, rest = _unpack(data)
-    expected = BlockName(scope, parent, (), *place).header | {"arrays": specs}
+    text, rest = _unpack(data)
+    start, end = _start_of(scope, parent).encode(), (_place_of(*place) + arrays).encode()
+    if not (text.startswith(start) and text.endswith(end)):
+        raise BadValueError(_difference(_parsed(text), scope, parent, place, arrays))
+    if _key_of(text[: len(text) - len(arrays.encode())]) != key:
+        raise BadValueError("of other tokens")
+    try:
+        tokens = tuple(map(int, text[len(start) : len(text) - len(end)].split(b", ")))
+    except ValueError as error:
+        raise BadValueError("no header") from error
+    if not 0 <= min(tokens) <= max(tokens) < 2**31:
+        raise BadValueError("no header")
+    return BlockName(scope, parent, tokens, *place), rest
+
+
+def _difference(
+    header: dict[str, Any], scope: Scope, parent: str, place: tuple[int, int], arrays: str
+) -> str:
+    """Names the field of a header that is not what was asked."""
+    expected = _parsed(BlockName(scope, parent, (), *place).text.encode() + arrays.encode())
     for field, value in expected.items():
         if field != "tokens" and header.get(field) != value:
-            raise BadValueError(
-                f"of other {field}" if field in ("weights", "arrays") else f"of another {field}"
-            )
-    tokens = header.get("tokens")
-    if not (isinstance(tokens, list) and {*map(type, tokens)} <= {int}):
-        raise BadValueError("no header")
-    if _key_of("block", text.partition(_ARRAYS)[0] + b"}") != key:
-        raise BadValueError("of other tokens")
-    return BlockName(scope, parent, tuple(tokens), *place), rest
+            return f"of other {field}" if field in ("weights", "arrays") else f"of another {field}"
+    return "no header"
 
 
 def _checksum(*parts: Any) -> bytes:

@@ -141,7 +141,7 @@ def serve_arguments(config: kv.CacheConfig, decoder: Decoder) -> tuple:
     sizes = TableSizes(num_slots=128, num_tokens=2**18, num_stops=4, num_clients=8, num_items=0)
     outbox = 64 * config.max_seqs, outbox_width(0)
     state = jax.eval_shape(lambda cache: empty_state(cache, sizes, outbox), shapes_of(config))
-    table = RequestTable(sizes, dataclasses.replace(sizes, num_slots=64), 64, config.max_seq_len)
+    table = RequestTable(sizes, dataclasses.replace(sizes, num_slots=64), 64, config)
     inbox = jax.eval_shape(lambda: table.pack(False).inbox)
     return state, decoder, inbox, i32(3)
 

@@ -59,6 +59,47 @@ def test_rows_over_one_axis_and_heads_or_context_over_the_other(axis):
     assert engine.figures().blocks_used == 0
 
 
+def test_a_prompt_goes_where_its_beginning_went():
+    """Unless there is more to do than that spares; another tenant's, or other weights', count for nothing."""
+    mesh, beginning = Mesh(np.array(jax.devices()[:2]), ("rows",)), [7] * 9
+    engine = kv.Engine(
+        exact_model.forward,
+        make_params(),
+        config(enable_prefix_caching=True),
+        **SIZES,
+        placement=kv.engine.Placement(mesh, "rows"),
+    )
+
+    def places(*prompts, **options):
+        """The shards that prompts go to, one after the other; they end before they are computed."""
+        requests = [kv.GenerationRequest(prompt, 2, id=i, **options) for i, prompt in enumerate(prompts)]
+        assert engine.push(requests) == len(requests)
+        return [next(i for i, table in enumerate(engine._tables) if j in table) for j in range(len(requests))]
+
+    def end():
+        for table in engine._tables:
+            for sample in table:
+                engine.cancel(sample.id)
+
+    rounds = [
+        (([1] * 5, beginning), {}, [0, 1]),
+        (([*beginning, 5],), {}, [1]),
+        (([*beginning[:-1], 5], [8] * 5, [*beginning, 6, 6, 6], [*beginning, 4]), {}, [1, 0, 1, 0]),
+        ((beginning,), {"namespace": kv.namespace(tenant="a")}, [0]),
+        ((beginning[:4],), {}, [0]),  # whose one block has its last token
+    ]
+    for prompts, options, expected in rounds:
+        assert places(*prompts, **options) == expected
+        end()
+    engine.set_params(make_params(1))
+    assert places(beginning) == [0]
+    end()
+    assert places([1] * 9, [2] * 9) == [0, 1]
+    engine.reset()
+    end()
+    assert places([2] * 9) == [0]
+
+
 @pytest.mark.parametrize(
     ("place", "message"),
     [

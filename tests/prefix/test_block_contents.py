@@ -131,6 +131,49 @@ def test_a_block_that_fails_changes_nothing_and_others_go_on():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("num_taken", [0, 9])
+def test_blocks_imported_at_once_are_as_one_after_the_other(num_taken):
+    """Any of them, repeated and without those before them; with the same places, and as long to live."""
+    spaces = (0, 0, 3)
+    source = filled(CONFIG, A, B, A[:5], namespace=spaces)
+    published = np.flatnonzero(source.control.block_pools[0].cached.is_published)
+    assert len(published) == 6
+    contents = export(source, np.append(published, NUM_BLOCKS))
+    tokens, lengths = prompts(A, B, A[:5])
+    words = np.zeros((3, 4), np.uint32)
+    words[:, 0] = spaces
+    rng, found = np.random.default_rng(0), set()
+
+    def lives(cache):
+        """What prompts find, and after each block that is evicted."""
+        seen = []
+        for _ in range(NUM_BLOCKS):
+            seen.append(kv.lookup(cache, tokens, lengths, words).tolist())
+            cache, _ = kv.evict(cache, 1)
+        return seen
+
+    empty = kv.init(CONFIG)
+    if num_taken:
+        empty, _ = kv.allocate(empty, [0, 1, 2], [8, 8, 2], tokens=np.zeros((3, 8), np.int32))
+    for _ in range(12):
+        pick = rng.integers(0, 7, 7)
+        some = jax.tree.map(lambda x, pick=pick: x[pick], contents)
+        at_once, status = kv.tiers.import_blocks(empty, some)
+        one_by_one, expected = empty, [None] * 7
+        for i in np.argsort(some.num_tokens, stable=True):
+            one = jax.tree.map(lambda x, i=i: x[i : i + 1], some)
+            one_by_one, [expected[i]] = kv.tiers.import_blocks(one_by_one, one)
+        assert status.tolist() == [int(each) for each in expected]
+        assert lives(at_once) == lives(one_by_one)
+        assert_invariants(at_once)
+        assert at_once.pools[0].k.tobytes() == one_by_one.pools[0].k.tobytes()
+        found.update(status.tolist())
+    assert found == {OK, kv.Status.NO_PARENT, kv.Status.SKIPPED} | (
+        {kv.Status.OUT_OF_BLOCKS} if num_taken else set()
+    )
+
+
+@pytest.mark.slow
 def test_an_imported_block_outlives_none_before_it():
     """Its predecessors, which were cached long before, are evicted after it."""
     cache = filled(CONFIG, A, [8, 8, 8], [5, 5, 5])
