@@ -1,6 +1,7 @@
 """Blocks of a mesh's shards, for what is attached to an engine: programs that all processes run."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,29 @@ from kvcache_jax.core.team import Team
 from kvcache_jax.operations.transfer import BlockContents, export_blocks, import_making_room
 
 _NONE: Any = PartitionSpec()
+
+
+class _Layout:
+    """The places of a tree's arrays in a row of bytes, by their shapes and dtypes."""
+
+    def __init__(self, tree: Any):
+        self._forms, self._structure = jax.tree.flatten(tree)
+        self._ends = np.cumsum([0, *(form.dtype.itemsize * form.size for form in self._forms)]).tolist()
+
+    @property
+    def num_bytes(self) -> int:
+        return self._ends[-1]
+
+    def read(self, row: np.ndarray) -> Any:
+        """Finds the tree in a row."""
+        places = zip(self._forms, self._ends, self._ends[1:], strict=False)
+        leaves = [row[start:end].view(form.dtype).reshape(form.shape) for form, start, end in places]
+        return jax.tree.unflatten(self._structure, leaves)
+
+    def write(self, row: np.ndarray, tree: Any) -> None:
+        """Writes the tree into a row."""
+        for leaf, start, end in zip(jax.tree.leaves(tree), self._ends, self._ends[1:], strict=False):
+            row[start:end] = np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
 
 
 class Exchange:
@@ -45,17 +69,24 @@ class Exchange:
         self._specs_of, self._everywhere = specs_of, NamedSharding(mesh, _NONE)
         whole = dataclasses.replace(config, head_axis=None, context_axis=None)
         self.form: Cache = jax.eval_shape(lambda: init(whole))
-        self._replicate = jax.jit(lambda tree: tree, out_shardings=self._everywhere)
+        self._gather = jax.jit(self._rows_of_bytes, out_shardings=self._everywhere)
         self._add_up = jax.jit(lambda x: jnp.sum(x, axis=0, dtype=x.dtype), out_shardings=self._everywhere)
         self._export = jax.jit(self._export_of, out_shardings=self._everywhere)
         self._publish = jax.jit(self._publish_in, donate_argnums=0)
 
     def controls(self, cache: Cache) -> list[Control]:
         """Reads the control state of each shard, in numpy."""
-        is_split = self._mesh.is_multi_process
-        stacked = self._read(self._replicate(cache.control) if is_split else cache.control)
-        num_shards = stacked.is_active.shape[0]
-        return [jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(num_shards)]
+        rows = self._read(self._gather(cache.control))
+        forms = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), cache.control)
+        return [_Layout(forms).read(row) for row in rows]
+
+    def _rows_of_bytes(self, tree: Any) -> jax.Array:
+        """Joins all arrays [shards, ...], for a collective takes as long for each array as for all."""
+        rows = []
+        for x in jax.tree.leaves(tree):
+            x = x.astype(jnp.uint8) if x.dtype == bool else lax.bitcast_convert_type(x, jnp.uint8)
+            rows.append(x.reshape(x.shape[0], math.prod(x.shape[1:])))
+        return jnp.concatenate(rows, axis=1)
 
     def export(self, cache: Cache, shard: int, block_ids: np.ndarray) -> BlockContents:
         """Reads blocks i32[n] of a shard as `export_blocks`, in numpy."""
@@ -79,13 +110,12 @@ class Exchange:
         if not self._mesh.is_multi_process:
             assert contents is not None
             return contents
-        forms, structure = jax.tree.flatten(shapes)
-        ends = np.cumsum([0, *(form.dtype.itemsize * form.size for form in forms)])
-        own = np.zeros(ends[-1] + -ends[-1] % 4, np.uint8)
+        layout = _Layout(shapes)
+        own = np.zeros(layout.num_bytes + -layout.num_bytes % 4, np.uint8)
         devices = [*self._mesh.devices.flat]
         source = devices.index(self._mesh.local_devices[0])  # followers have zeros
-        for leaf, start, end in zip(jax.tree.leaves(contents), ends, ends[1:], strict=False):
-            own[start:end] = np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
+        if contents is not None:
+            layout.write(own, contents)
         words, nothing = own.view(np.uint32), np.zeros(own.size // 4, np.uint32)
 
         def of_device(at: Any) -> np.ndarray:
@@ -96,12 +126,7 @@ class Exchange:
             NamedSharding(self._mesh, PartitionSpec(self._mesh.axis_names)),
             of_device,
         )
-        whole = self._read(self._add_up(spread)).view(np.uint8)
-        leaves = [
-            whole[start:end].view(form.dtype).reshape(form.shape)
-            for form, start, end in zip(forms, ends, ends[1:], strict=False)
-        ]
-        return jax.tree.unflatten(structure, leaves)
+        return layout.read(self._read(self._add_up(spread)).view(np.uint8))
 
     def _on_shard(self, function: Callable[..., Any], cache: Cache, args: Any, in_specs: Any, out_specs: Any):
         """Runs `function(cache, is_mine, args)` in each shard."""

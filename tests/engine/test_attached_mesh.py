@@ -1,6 +1,7 @@
 """What is attached to an engine on a mesh: it sees whole blocks of every shard, and gives them back whole."""
 
 import dataclasses
+import re
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from kvcache_jax.engine import Attachment, Counter
 from tests.engine import exact_model
 from tests.engine.exact_engine import SIZES, ask, expect
 from tests.engine.exact_model import DIM, make_params, note, random_request
+from tests.support.helpers import leaf_bytes
 
 PLAIN = kv.CacheConfig(
     [kv.FullAttention(2, DIM)],
@@ -148,6 +150,19 @@ class Published(kv.processes.EventPublisher):
 
     def hashes_of(self, events):
         return {each for event in events for each in getattr(event, "block_hashes", ())}
+
+
+def test_the_control_state_of_all_shards_is_gathered_at_once():
+    """A collective of two processes takes milliseconds, for the smallest array too."""
+    mesh = Mesh(np.array(jax.devices()[:2]), ("rows",))
+    engine = kv.Engine(
+        exact_model.forward, make_params(), PLAIN, **SIZES, placement=kv.engine.Placement(mesh, "rows")
+    )
+    gather = engine._device._exchange._gather.lower(engine.state.cache.control)
+    assert len(re.findall(r" = \S+ all-(?:gather|reduce)", gather.compile().as_text())) == 1
+    stacked = jax.device_get(engine.state.cache.control)
+    for shard, control in enumerate(engine._device.controls()):
+        assert leaf_bytes(control) == leaf_bytes(jax.tree.map(lambda x, shard=shard: x[shard], stacked))
 
 
 def test_a_store_beside_a_host_tier_sees_no_mesh():

@@ -83,9 +83,9 @@ def test_a_prompt_goes_where_its_beginning_went():
 
     rounds = [
         (([1] * 5, beginning), {}, [0, 1]),
+        ((beginning,), {"namespace": kv.namespace(tenant="a")}, [0]),
         (([*beginning, 5],), {}, [1]),
         (([*beginning[:-1], 5], [8] * 5, [*beginning, 6, 6, 6], [*beginning, 4]), {}, [1, 0, 1, 0]),
-        ((beginning,), {"namespace": kv.namespace(tenant="a")}, [0]),
         ((beginning[:4],), {}, [0]),  # whose one block has its last token
     ]
     for prompts, options, expected in rounds:

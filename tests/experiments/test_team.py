@@ -8,11 +8,13 @@ from experiments import team
 
 
 @pytest.mark.slow
-def test_both_sides_run(capsys):
-    assert team.main(["--dispatches", "4", "--rounds", "1", "--json"]) == 0
+@pytest.mark.parametrize("options", [[], ["--attached"]])
+def test_all_sides_run(options, capsys):
+    assert team.main(["--dispatches", "4", "--rounds", "1", "--json", *options]) == 0
     report = json.loads(capsys.readouterr().out)
-    sides = [
-        (record["a device has"], record["processes"], record["num_calls"]) for record in report["records"]
-    ]
-    assert sides == [("rows", 1, 2), ("rows", 2, 2), ("heads", 1, 2), ("heads", 2, 2)]
-    assert all(record["median_us"] > 0 for record in report["records"]) and len(report["bars"]) == 1
+    records = [record for record in report["records"] if record["what"] == "dispatch"]
+    sides = [(record["side"], record["processes"], record["num_calls"]) for record in records]
+    names = sorted(team.ATTACHED if options else team.DEVICES)
+    assert sides == [(name, num, 2) for name in names for num in (1, 2)]
+    assert all(record["median_us"] > 0 for record in report["records"])
+    assert ("bars" in report, len(report["records"])) == ((False, 8) if options else (True, 4))
