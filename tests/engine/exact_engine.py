@@ -9,7 +9,7 @@ import numpy as np
 
 import kvcache_jax as kv
 from kvcache_jax.engine.pace import Length, Pace
-from tests.engine.exact_model import VOCAB, config, decode_alone, forward, make_params
+from tests.engine.exact_model import VOCAB, config, decode_alone, forward, make_params, note
 
 LIMITS = kv.engine.Limits(max_requests=7, max_tokens=7 * 49)
 SIZES: dict[str, Any] = {"token_budget": 12, "steps_per_dispatch": 8, "limits": LIMITS}
@@ -78,6 +78,28 @@ def expect(said, requests, **options):
             tokens, _, reason = decode_alone(request, sample_id=i, **options)
             found, _, why = said[request.id, i]
             assert (found, why) == (tokens, reason), (request, i)
+
+
+def serve(engine, requests):
+    """What all say; they are pushed as there is room."""
+    said, left = {}, list(requests)
+    while left or engine.num_unfinished:
+        left = left[engine.push(left) :]
+        engine.drain()
+        note(said, engine.take_events())
+    note(said, engine)
+    return said
+
+
+def num_cached(engine, requests):
+    """Serves requests, each of which says what it says alone; the tokens that were found cached."""
+    before = engine.figures().counts[kv.engine.Counter.CACHED_TOKENS]
+    expect(serve(engine, requests), requests)
+    return engine.figures().counts[kv.engine.Counter.CACHED_TOKENS] - before
+
+
+def linked(store, timeout=60.0, **options):
+    return kv.tiers.AttachedStore(store, weights="w", timeout=timeout, **options)
 
 
 class RandomPace(Pace):

@@ -8,7 +8,7 @@ import pytest
 
 import kvcache_jax as kv
 from kvcache_jax.engine import Attachment, Counter
-from tests.engine.exact_engine import ask, expect, make_engine
+from tests.engine.exact_engine import ask, expect, linked, make_engine, num_cached
 from tests.engine.exact_model import check_idle, config, make_params, note, random_request
 from tests.tiers.lying_store import LyingStore
 
@@ -20,36 +20,21 @@ def engine_of(*attached, **options):
     return engine
 
 
-def linked(store, timeout=60.0, **options):
-    return kv.tiers.AttachedStore(store, weights="w", timeout=timeout, **options)
-
-
-def served(engine, requests):
-    """What all say, with the tokens that were found cached; they are pushed as there is room."""
-    before, said, left = engine.figures().counts[Counter.CACHED_TOKENS], {}, list(requests)
-    while left or engine.num_unfinished:
-        left = left[engine.push(left) :]
-        engine.drain()
-        note(said, engine.take_events())
-    expect(said, requests)
-    return engine.figures().counts[Counter.CACHED_TOKENS] - before
-
-
 def test_a_new_engine_computes_what_a_warm_cache_would():
     store, prompts = kv.tiers.MemoryStore(), [[i, *range(1, 12)] for i in range(2)]
     requests = [ask(prompt, 5, i) for i, prompt in enumerate(prompts)]
     link = linked(store)
     engine = engine_of(link)
-    assert served(engine, requests) == 0
-    warm = served(engine, requests)
+    assert num_cached(engine, requests) == 0
+    warm = num_cached(engine, requests)
     assert warm == 2 * 8
     link.flush()
     assert link.close() and link.num_dropped == 0 and not link.report().reasons
     link = linked(store)
     engine = engine_of(link)
     forked = ask([*prompts[1], 9], 3, "forked", num_samples=3)
-    assert served(engine, requests) == warm
-    assert served(engine, [forked, ask(prompts[0], 3, "whole", prompt_logprobs=False)]) == 12 + 8
+    assert num_cached(engine, requests) == warm
+    assert num_cached(engine, [forked, ask(prompts[0], 3, "whole", prompt_logprobs=False)]) == 12 + 8
     metrics = engine.metrics()
     assert metrics["vllm:external_prefix_cache_hits"] == warm  # of more, the cache had it
     assert metrics["vllm:external_prefix_cache_queries"] == 4 * 12 + 1
@@ -69,13 +54,13 @@ def test_one_engine_computes_prompts_and_another_one_goes_on():
     with kv.tiers.Giver(config(num_blocks=11), weights="w") as giver:
         peers = kv.tiers.PeerStore(timeout=60.0)
         link, tickets = linked(peers), [giver.offer(prompt) for prompt in prompts]
-        assert served(engine_of(giver), [ask(prompt, 1, i) for i, prompt in enumerate(prompts)]) == 0
+        assert num_cached(engine_of(giver), [ask(prompt, 1, i) for i, prompt in enumerate(prompts)]) == 0
         for ticket in tickets:
             peers.expect(ticket)
             giver.finish(ticket)
         engine = engine_of(link)
         requests = [ask(prompt, 9, i, num_samples=2) for i, prompt in enumerate(prompts)]
-        assert served(engine, requests) >= 2 * 12
+        assert num_cached(engine, requests) >= 2 * 12
         assert engine.metrics()["vllm:external_prefix_cache_hits"] == 2 * 12
         assert link.close() and not link.report().reasons
         peers.release()
@@ -112,7 +97,7 @@ def test_a_store_that_fails_costs_hits_alone(store):
     for _ in range(2):  # a new process over the same store
         link = linked(store, 0.05 if is_hanging else 60.0, max_queued=4)
         engine = engine_of(link)
-        served(engine, requests)
+        num_cached(engine, requests)
         check_idle(engine)
         if is_hanging:
             assert link.num_dropped > 0

@@ -13,10 +13,10 @@ from jax.sharding import Mesh
 import kvcache_jax as kv
 from kvcache_jax.core.attachment import ShardCache
 from kvcache_jax.core.state import Cache
-from kvcache_jax.engine import Attachment, Counter
+from kvcache_jax.engine import Attachment
 from tests.engine import exact_model
-from tests.engine.exact_engine import SIZES, ask, expect
-from tests.engine.exact_model import DIM, make_params, note, random_request
+from tests.engine.exact_engine import SIZES, ask, linked, num_cached
+from tests.engine.exact_model import DIM, make_params, random_request
 from tests.support.helpers import leaf_bytes
 
 PLAIN = kv.CacheConfig(
@@ -77,21 +77,6 @@ def engine_on(mesh, *attached):
     return engine
 
 
-def served(engine, requests):
-    """What all say, with the tokens that were found cached; they are pushed as there is room."""
-    before, said, left = engine.figures().counts[Counter.CACHED_TOKENS], {}, list(requests)
-    while left or engine.num_unfinished:
-        left = left[engine.push(left) :]
-        engine.drain()
-        note(said, engine.take_events())
-    expect(said, requests)
-    return engine.figures().counts[Counter.CACHED_TOKENS] - before
-
-
-def linked(store):
-    return kv.tiers.AttachedStore(store, weights="w", timeout=60.0)
-
-
 def held_by(engine, shard):
     """The events that list the index of a shard."""
     cache = jax.tree.map(lambda x: x[shard], jax.device_get(engine.state.cache))
@@ -108,11 +93,11 @@ def test_an_engine_on_a_mesh_and_a_store():
     # Each goes to the shard with the fewest tokens, the same one again.
     prompts = [[i, *range(1, 12)] for i in range(4)]
     requests = [ask(prompt, 5, i) for i, prompt in enumerate(prompts)]
-    assert served(engine, requests) == 0
-    warm = served(engine, requests)
+    assert num_cached(engine, requests) == 0
+    warm = num_cached(engine, requests)
     assert warm == 4 * 8 and reader.num_read > 0
     rng = np.random.default_rng(2)
-    served(engine, [random_request(rng, i) for i in range(20)])
+    num_cached(engine, [random_request(rng, i) for i in range(20)])
     for shard in range(2):
         assert publisher.known[shard] == publisher.hashes_of(held_by(engine, shard))
     link.flush()
@@ -120,7 +105,7 @@ def test_an_engine_on_a_mesh_and_a_store():
 
     link, reader = linked(store), Reader()
     engine = reader.engine = engine_on(mesh, reader, link)
-    assert served(engine, requests) == warm
+    assert num_cached(engine, requests) == warm
     assert engine.metrics()["vllm:external_prefix_cache_hits"] == warm
     assert link.close() and not link.report().reasons
     one, other = (publisher.hashes_of(held_by(engine, shard)) for shard in range(2))

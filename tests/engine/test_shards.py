@@ -7,8 +7,8 @@ from jax.sharding import Mesh
 
 import kvcache_jax as kv
 from tests.engine import exact_model
-from tests.engine.exact_engine import SIZES
-from tests.engine.exact_model import DIM, check_state, config, decode_alone, make_params, note, random_request
+from tests.engine.exact_engine import SIZES, expect, serve
+from tests.engine.exact_model import DIM, check_state, config, make_params, random_request
 from tests.engine.exact_model import forward_of_halves as forward
 from tests.support.helpers import compiled_programs
 
@@ -32,20 +32,11 @@ def test_rows_over_one_axis_and_heads_or_context_over_the_other(axis):
     model = forward if splits_heads else exact_model.forward
     engine = kv.Engine(model, make_params(), split, **SIZES, placement=kv.engine.Placement(mesh, "rows"))
     rng = np.random.default_rng(11)
-    requests, said = [random_request(rng, i) for i in range(24)], {}
+    requests = [random_request(rng, i) for i in range(24)]
     assert config().max_seqs == split.max_seqs
-    waiting = requests
     with compiled_programs() as programs:
-        while waiting or engine.num_unfinished:
-            waiting = waiting[engine.push(waiting) :]
-            engine.drain()
-            note(said, engine.take_events())
-        note(said, engine)
+        expect(serve(engine, requests), requests)
     assert len(programs) == 1
-    for request in requests:
-        for i in range(request.num_samples):
-            tokens, _, reason = decode_alone(request, sample_id=i)
-            assert (said[request.id, i][0], said[request.id, i][2]) == (tokens, reason), request
     state = engine.state
     keys = state.cache.pools[0].k
     assert keys.sharding.shard_shape(keys.shape) == (

@@ -32,8 +32,8 @@ from kvcache_jax.arrays.sharding import put
 from kvcache_jax.core.state import Cache
 from models import checkpoint
 from tests.engine import exact_model
-from tests.engine.exact_engine import SIZES, expect
-from tests.engine.exact_model import DIM, make_params, note, random_request
+from tests.engine.exact_engine import SIZES, expect, num_cached, serve
+from tests.engine.exact_model import DIM, make_params, random_request
 from tests.engine.exact_model import forward_of_halves as forward
 from tests.processes.same_calls import CALLED, CALLS
 
@@ -67,17 +67,6 @@ def make_engine(
     team = make_team(timeout_s=timeout_s)
     placement = kv.engine.Placement(mesh, "rows", team=team)
     return team, kv.Engine(model, params or make_params(), config, **SIZES | options, placement=placement)
-
-
-def serve(engine, requests):
-    """Pushes requests as there is room, and reads all events."""
-    said, waiting = {}, list(requests)
-    while waiting or engine.num_unfinished:
-        waiting = waiting[engine.push(waiting) :]
-        engine.drain()
-        note(said, engine.take_events())
-    note(said, engine)
-    return said
 
 
 def mixes(size):
@@ -229,9 +218,7 @@ def attached(size, path):
         engine.attach(link)
         engine.attach(publisher)
         for mix in [requests, others] if is_new else [requests, requests, others]:
-            before = engine.figures().counts[kv.engine.Counter.CACHED_TOKENS]
-            expect(serve(engine, mix), mix)
-            cached.append(engine.figures().counts[kv.engine.Counter.CACHED_TOKENS] - before)
+            cached.append(num_cached(engine, mix))
             hits.append(int(engine.metrics()["vllm:external_prefix_cache_hits"]))
         publisher.are_right(engine)
         assert link.close(60) and not link.report().reasons and link.num_dropped == 0
