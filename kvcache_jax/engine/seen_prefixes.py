@@ -44,7 +44,7 @@ class SeenPrefixes:
         self._names.clear()
 
     def _names_of(self, namespace: np.ndarray, prompt: np.ndarray) -> Iterator[int]:
-        """Yields a number for each whole block but that of the last token, of all tokens up to its end."""
+        """Yields a number for each whole block before the last token, of all tokens up to the block's end."""
         name, size = hash(namespace.tobytes()), self._block_size
         for start in range(0, (len(prompt) - 1) // size * size, size):
             yield (name := hash((name, prompt[start : start + size].tobytes())))

@@ -203,7 +203,7 @@ class RequestTable:
         return True
 
     def load_with(self, request: GenerationRequest) -> int:
-        """Tokens of all samples, less those of a request's prompt that the cache may have."""
+        """Counts the tokens of all samples, less what the cache may have of a request's prompt."""
         if self._seen is None:
             return self.num_tokens
         prompt = np.asarray(request.prompt, np.int32)

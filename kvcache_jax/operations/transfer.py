@@ -216,7 +216,8 @@ def _import(cache: Cache, contents: BlockContents) -> tuple[Cache, jax.Array]:
     config = cache.config
     order = jnp.argsort(contents.num_tokens, stable=True)
     entries = contents.tokens, contents.num_tokens, contents.namespace, contents.is_held
-    control, published = _publish(cache.control, *jax.tree.map(lambda x: x[order], entries), config)
+    entries = jax.tree.map(lambda x: x[order], entries)
+    control, published = _publish(cache.control, *entries, config=config)
     control = _let_go(control, cache.control, published, config)
     in_place = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0], dtype=order.dtype))
     published = jax.tree.map(lambda x: x[in_place], published)
@@ -323,7 +324,7 @@ def _publish(
 
 
 class _Found(NamedTuple):
-    """What is known of n blocks before they enter; `before` and `leader` are places among them, or n."""
+    """All that is known of n blocks before they enter; `before` and `leader` are places among them, or n."""
 
     content: Content  # parents are published ones
     column: jax.Array  # i32[n]
