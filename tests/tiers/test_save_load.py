@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import kvcache_jax as kv
+from kvcache_jax.tiers import load_blocks
 from kvcache_jax.tiers.stored_block import config_digest, pack, unpack
 from tests.support.helpers import assert_invariants, leaf_bytes
 from tests.support.prefix_user import CONFIG, TENANT_A, TENANT_B, PrefixUser
@@ -279,6 +280,19 @@ def test_every_97th_byte_flipped(config):
             hits = [user.start(row, user.new_text(*text)) for row, text in enumerate(((1, 13), (2, 9)))]
             assert hits != [12, 8] and sum(hits) <= 16
             user.free(0, 1)
+
+
+def test_large_blocks_are_verified_in_threads(monkeypatch):
+    """As others are; here all are large."""
+    monkeypatch.setattr(load_blocks, "_LEAST_BYTES", 1)
+    store, report = saved(saved_user((1, 21), (2, 9)))
+    cold, loaded = restarted(store)
+    assert loaded.num_loaded == report.num_saved == 7 and not loaded.reasons
+    assert [cold.start(row, cold.new_text(*text)) for row, text in enumerate(((1, 21), (2, 9)))] == [20, 8]
+    key, value = next(item for item in store.items if unpack(item[1])[0]["parent"] != "")
+    store.put([(key, flipped(value, len(value) - 1))])
+    _, loaded = restarted(store)
+    assert loaded.reasons["wrong checksum"] == 1 and loaded.num_loaded + loaded.num_dropped == 7
 
 
 @pytest.mark.parametrize("more", [b"", b"x"])
