@@ -213,8 +213,11 @@ def test_other_weights_find_nothing():
         {"w": np.arange(3, dtype=np.int32)}
     )
     for weights in digests - {W}:
-        _, report = restarted(store, weights=weights)
+        user, report = restarted(store, weights=weights)
         assert report.num_loaded == report.num_dropped == 0
+    # Nor by the keys of a prompt's blocks, which no list has to name.
+    _, report = restarted(store, weights=weights, prompts=[user.new_text(1, 13)])
+    assert report.num_loaded == report.num_dropped == 0
 
 
 class ExchangedStore(kv.tiers.MemoryStore):
