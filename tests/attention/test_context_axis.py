@@ -186,7 +186,7 @@ def on_parts(function, config, results, num_more=0, **options):
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options), cache
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_inside_shard_map_over_the_axis(check_vma, whole):
     step_fn, cache = on_parts(forward, SPLIT, 2, 4, check_vma=check_vma)
     assert_is(whole, *run(kv.donate(step_fn), cache))

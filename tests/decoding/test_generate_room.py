@@ -1,10 +1,18 @@
 """generate in tight pools: no row that fits alone ends for want of blocks, and none depends on the others."""
 
+import functools
+import types
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvcache_jax as kv
+from kvcache_jax.decoding.sampling import sample, sampling_columns
 from kvcache_jax.layers.span import ceil_div
+from tests.support import tiny_model
+from tests.support.dense_reference import dense_attention
 from tests.support.tiny_model import DIM, HEADS, forward, make_params
 
 PARAMS, BLOCK_SIZE, MAX_LEN = make_params(), 4, 40
@@ -32,23 +40,41 @@ def drawn(seed=0):
     return kv.decoding.SamplingParams(temperature=1.0, seed=seed)
 
 
+@functools.partial(jax.jit, static_argnames="windows")
+def draw(texts, length, seeds, windows):
+    """Draws what follows the first `length` tokens of each text, i32[n, MAX_LEN], without a cache."""
+
+    def attention(cache, layer, q, k, v, step):
+        attend = functools.partial(dense_attention, window=windows[layer])
+        return cache, jax.vmap(attend)(q, k, v)[0]
+
+    places = jnp.broadcast_to(jnp.arange(MAX_LEN, dtype=jnp.int32), texts.shape)
+    logits, _ = forward(PARAMS, texts, None, types.SimpleNamespace(positions=places), attention)
+    columns = sampling_columns(len(seeds), temperature=1.0, seed=seeds)
+    return sample(logits[:, length - 1], columns, jnp.broadcast_to(length, seeds.shape))
+
+
 def alone(config, prompts, seeds, num_new):
-    """Five samples of each prompt in a cache of five rows, with room for all and no prefixes: one by one."""
-    roomy = kv.CacheConfig(config.layers, num_blocks=5 * MAX_LEN // BLOCK_SIZE, max_seqs=5, **LIMITS)
-    result = generate(roomy, prompts, sampling=drawn(seeds), max_new_tokens=num_new, num_samples=5)
-    assert (
-        max(len({prompt_id for prompt_id, _ in check_in.running.values()}) for check_in in result.timeline)
-        == 1
-    )
-    return np.reshape(np.array(result.generations, object), (len(prompts), 5)).tolist()
+    """Tokens and log-probabilities of five samples of each prompt, by a model without a cache."""
+    windows, found = tuple(getattr(kind, "window", None) for kind in config.layers), []
+    for prompt, seed in zip(prompts, seeds, strict=True):
+        texts, scores, start = np.zeros((5, MAX_LEN), np.int32), np.zeros((5, num_new)), len(prompt)
+        texts[:, :start] = prompt
+        rows = np.uint32([np.random.SeedSequence([seed, 0, i]).generate_state(1)[0] for i in range(5)])
+        for i in range(num_new):
+            texts[:, start + i], scores[:, i] = draw(texts, np.int32(start + i), rows, windows)
+        found.append([*zip(texts[:, start : start + num_new].tolist(), scores, strict=True)])
+    return found
 
 
 def check_equal(generations, expected, num_new):
     """Compares samples with those from `alone`, which go on."""
-    for got, wanted in zip(generations, expected[: len(generations)], strict=True):
-        assert (got.sample_id, got.tokens) == (wanted.sample_id, wanted.tokens[:num_new])
+    for i, (got, (tokens, logprobs)) in enumerate(
+        zip(generations, expected[: len(generations)], strict=True)
+    ):
+        assert (got.sample_id, got.tokens) == (i, tokens[:num_new])
         assert (got.finish_reason, len(got.tokens)) == ("length", num_new)
-        np.testing.assert_allclose(got.logprobs, wanted.logprobs[:num_new], atol=1e-4)
+        np.testing.assert_allclose(got.logprobs, logprobs[:num_new], atol=1e-4)
 
 
 def check_idle(result):
@@ -89,20 +115,21 @@ def test_every_answer_is_the_one_that_it_has_alone(kind):
     assert num_turns > 2  # prompts were started again for samples that had no room
 
 
-@pytest.mark.quick_cases("8-prompt0-9-4-1")
+@pytest.mark.quick_cases("7-prompt0-9-4-1")
 @pytest.mark.parametrize(
     ("num_blocks", "prompt", "num_new", "num_samples", "num_together"),
     [
-        (8, [3, 1, 4, 1, 5] * 4, 9, 4, 1),  # 5 full blocks, and 2 more for each
-        (8, [3] * 5, 5, 4, 3),  # one full block, the other copied by all but the last, and one more each
+        (7, [3, 1, 4, 1, 5] * 4, 9, 4, 1),  # 5 full blocks, and 2 more for each
+        (7, [3] * 5, 5, 4, 3),  # one full block, the other copied by all but the last, and one more each
         (2, [3], 7, 2, 1),
         (2, [3], 4, 2, 2),  # one block each
         (2, [3], 1, 6, 4),  # nothing is stored behind the prompt
     ],
 )
 def test_as_many_samples_start_as_fit_side_by_side(num_blocks, prompt, num_new, num_samples, num_together):
-    config = kv.CacheConfig([FULL] * 2, num_blocks=num_blocks, max_seqs=4, **LIMITS)
-    result = generate(config, [prompt], max_new_tokens=num_new, num_samples=num_samples)
+    config = tiny_model.config(num_blocks=num_blocks)
+    options = dict(num_samples=num_samples, prefill_len=tiny_model.PREFILL_LEN)
+    result = generate(config, [prompt], max_new_tokens=num_new, **options)
     assert [len(generation.tokens) for generation in result.generations] == [num_new] * num_samples
     assert {generation.finish_reason for generation in result.generations} == {"length"}
     running = [len(check_in.running) for check_in in result.timeline]

@@ -11,48 +11,7 @@ import pytest
 import kvcache_jax as kv
 from kvcache_jax.attention.attention_plan import plan_attention
 from kvcache_jax.engine.joined_step import can_join, join, without_rows
-from tests.engine.exact_engine import LIMITS
-from tests.engine.exact_model import collect, config, decode_alone, forward, make_params, random_request
-
-COUNT = kv.engine.Counter
-calls = []
-
-
-def counted_forward(params, tokens, cache, step, logits_at=None):
-    """The exact model, which counts its calls."""
-    jax.debug.callback(lambda: calls.append(tokens.shape))
-    return forward(params, tokens, cache, step, logits_at)
-
-
-@pytest.fixture(scope="module")
-def engine():
-    return kv.Engine(
-        counted_forward,
-        make_params(),
-        config(num_blocks=14),
-        token_budget=12,
-        steps_per_dispatch=8,
-        limits=LIMITS,
-    )
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_a_step_calls_the_model_once(engine, seed):
-    """Rows end, are preempted and forked, and prompts are computed while others decode."""
-    rng = np.random.default_rng(seed)
-    requests = [random_request(rng, i) for i in range(8)]
-    calls.clear()
-    before = engine.figures().counts
-    said = collect(engine, requests)
-    jax.effects_barrier()
-    made = {name: engine.figures().counts[name] - before[name] for name in COUNT}
-    assert len(calls) == made[COUNT.STEPS]
-    with_prompts = [shape for shape in calls if shape != (4, 1)]
-    assert set(with_prompts) == {(12, 1)} and len(with_prompts) == made[COUNT.PREFILL_STEPS]
-    assert made[COUNT.GENERATED_TOKENS] > made[COUNT.STEPS]  # else no row decoded beside another's prompt
-    for request in requests:
-        for i in range(request.num_samples):
-            assert said[request.id, i][0] == decode_alone(request, sample_id=i)[0]
+from tests.engine.exact_model import config, forward, make_params
 
 
 def test_a_model_of_another_width_is_refused():

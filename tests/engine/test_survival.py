@@ -1,83 +1,15 @@
-"""What kills an engine's state costs no request: errors of callbacks, resets, interrupts at any moment."""
+"""What kills an engine's state costs no request: resets, failures, interrupts at any moment."""
 
 import signal
 import threading
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvcache_jax as kv
 from kvcache_jax.engine.shards import Shards
-from tests.engine.exact_engine import SIZES, ask, expect, make_engine
-from tests.engine.exact_model import (
-    check_idle,
-    check_state,
-    config,
-    decode_alone,
-    forward,
-    make_params,
-    note,
-    random_request,
-)
-from tests.support.helpers import compiled_programs
-
-
-class Callback:
-    """Is called by the model in each of its calls, and raises after as many as it was told."""
-
-    def __init__(self):
-        self.num_left: int | None = None
-
-    def __call__(self, _):
-        if self.num_left is not None:
-            self.num_left -= 1
-            if self.num_left < 0:
-                self.num_left = None
-                raise RuntimeError("the callback is out of order")
-        return np.int32(0)
-
-
-def make_fragile(**options):
-    """An engine whose model has a callback, and the callback."""
-    callback = Callback()
-
-    def model(params, tokens, cache, step):
-        zero = jax.pure_callback(callback, jax.ShapeDtypeStruct((), jnp.int32), step.query_len.sum())
-        return forward(params, tokens + zero, cache, step)
-
-    return kv.Engine(model, make_params(), config(num_blocks=11), **SIZES | options), callback
-
-
-def test_an_error_of_a_callback_names_itself_and_ends_no_request():
-    engine, callback = make_fragile()
-    requests, said = [ask([i, 7, 3], 20, i, num_samples=1 + i % 2) for i in range(3)], {}
-    assert engine.push([*requests, ask([5], 40, "cancelled")]) == 4
-    engine.drain(max_steps=4)
-    note(said, engine.take_events())
-    assert engine.cancel("cancelled")
-    note(said, engine.take_events())
-    assert said["cancelled", 0][2] == "cancelled"
-    callback.num_left = 3
-    with pytest.raises(kv.engine.EngineFailed, match=r"expected engine.reset\(\): all requests") as failed:
-        while engine.num_unfinished:
-            engine.drain(max_steps=4)
-            note(said, engine.take_events())
-    assert "the callback is out of order" in str(failed.value.__cause__)
-    assert engine.push([ask([9], 3, "late")]) == 1
-    for use in (engine.drain, engine.lower, lambda: engine.state, lambda: next(iter(engine))):
-        with pytest.raises(kv.engine.EngineFailed):
-            use()
-    before = engine.figures().counts
-    with compiled_programs() as programs:
-        engine.reset()
-        note(said, engine)
-    assert programs == []
-    expect(said, [*requests, ask([9], 3, "late")])
-    after = engine.figures().counts
-    assert all(0 <= after[counter] - before[counter] < 1000 for counter in before)
-    check_idle(engine)
+from tests.engine.exact_engine import ask, expect, make_engine
+from tests.engine.exact_model import check_idle, decode_alone, make_params, note, random_request
 
 
 class LateReports:
@@ -117,29 +49,6 @@ def test_a_consumer_that_waits_for_the_device_hears_of_an_end_at_once(monkeypatc
     note(said, engine)
     expect(said, [request])
     check_idle(engine)
-
-
-@pytest.mark.slow
-def test_a_callback_raises_at_every_step_of_200_requests_in_turn():
-    """After each reset a step later: tokens, ends and figures are as in an undisturbed run."""
-    engine, callback = make_fragile()
-    rng, said, num_failures = np.random.default_rng(6), {}, 0
-    requests = [random_request(rng, i, longest=24) for i in range(200)]
-    waiting = requests
-    while waiting or engine.num_unfinished:
-        waiting = waiting[engine.push(waiting) :]
-        if callback.num_left is None:
-            callback.num_left = num_failures % 40
-        try:
-            engine.drain(max_steps=1 + num_failures % 8)
-        except kv.engine.EngineFailed:
-            num_failures += 1
-            engine.reset()
-        check_state(engine.state)
-        note(said, engine.take_events())
-    expect(said, requests)
-    check_idle(engine)
-    assert num_failures > 40
 
 
 def test_a_healthy_engine_may_be_reset_at_any_time():

@@ -25,6 +25,17 @@ def pair(decode=True, **options):
     return theirs, ours
 
 
+@nnx.jit
+def causal(layer, *inputs):
+    """What Flax's layer computes, and this one where it is not to decode."""
+    return layer(*inputs, is_causal=True, decode=False)
+
+
+@nnx.jit
+def decode(ours, *inputs):
+    return ours(*inputs)
+
+
 def inputs(*batch, dtype=jnp.float32, seed=0):
     return jnp.asarray(np.random.default_rng(seed).normal(size=(*batch, LENGTH, WIDTH)), dtype)
 
@@ -47,14 +58,14 @@ def test_pieces_equal_a_causal_call(options, batch, dtype, tolerance):
     theirs, ours = pair(**options)
     x = inputs(*batch)
     with jax.numpy_dtype_promotion("standard"):  # Flax promotes bfloat16
-        whole = theirs(x, is_causal=True)
+        whole = causal(theirs, x)
     ours.init_cache(x.shape, dtype)
-    found = [ours(x[..., first:last, :]) for first, last in ((0, 3), (3, 4), (4, 7))]
+    found = [decode(ours, x[..., first:last, :]) for first, last in ((0, 3), (3, 4), (4, 7))]
     found = jnp.concatenate(found, axis=-2)
     assert found.dtype == whole.dtype and found.shape == whole.shape
     np.testing.assert_allclose(found.astype(np.float32), whole.astype(np.float32), atol=tolerance)
     with jax.numpy_dtype_promotion("standard"):
-        np.testing.assert_array_equal(ours(x, is_causal=True, decode=False), whole)
+        np.testing.assert_array_equal(causal(ours, x), whole)
 
 
 def test_a_step_under_jit_is_causal_and_compiled_once():
@@ -70,7 +81,7 @@ def test_a_step_under_jit_is_causal_and_compiled_once():
         x = inputs(2, seed=seed)
         ours.init_cache(x.shape)
         found = jnp.concatenate([step(ours, x[:, i : i + 1]) for i in range(LENGTH)], axis=1)
-        np.testing.assert_allclose(found, theirs(x, is_causal=True), atol=1e-5)
+        np.testing.assert_allclose(found, causal(theirs, x), atol=1e-5)
     assert len(num_traced) == 1
     assert kv.check_invariants(ours.kv_cache.get_value()) == []
 
@@ -79,21 +90,21 @@ def test_keys_and_values_may_come_from_elsewhere():
     theirs, ours = pair()
     q, k, v = (inputs(2, seed=seed) for seed in range(3))
     ours.init_cache(q.shape)
-    found = [ours(q[:, part], k[:, part], v[:, part]) for part in (slice(0, 4), slice(4, LENGTH))]
-    np.testing.assert_allclose(jnp.concatenate(found, axis=1), theirs(q, k, v, is_causal=True), atol=1e-5)
+    found = [decode(ours, q[:, part], k[:, part], v[:, part]) for part in (slice(0, 4), slice(4, LENGTH))]
+    np.testing.assert_allclose(jnp.concatenate(found, axis=1), causal(theirs, q, k, v), atol=1e-5)
 
 
 def test_a_row_that_is_full_has_no_answer_and_the_others_go_on():
     theirs, ours = pair()
     x = inputs(2)
     ours.init_cache((2, 5, WIDTH))
-    ours(x[:, :5])
+    decode(ours, x[:, :5])
     before = ours.kv_cache.get_value()
     cache, _ = kv.truncate(before, [1], [3])
     ours.kv_cache.set_value(cache)
-    out = ours(x[:, 3:4])
+    out = decode(ours, x[:, 3:4])
     assert np.isnan(out[0]).all() and ours.kv_cache.get_value().context_len.tolist() == [5, 4]
-    np.testing.assert_allclose(out[1], theirs(x, is_causal=True)[1, 3:4], atol=1e-5)
+    np.testing.assert_allclose(out[1], causal(theirs, x)[1, 3:4], atol=1e-5)
 
 
 def test_what_the_cache_cannot_do_is_refused_by_name():

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 
@@ -59,12 +60,16 @@ def test_cache_config_has_a_layer_for_each_mixer():
 
 def test_a_recurrent_layer_is_not_asked_for_queries():
     decoder = load("lfm2")
-    cache, _ = kv.allocate(kv.init(cache_config(decoder.config, max_seqs=1, max_seq_len=16)), [0], [1])
-    cache, step = kv.extend(cache, [1], max_new=1)
+
+    def ask():
+        cache = kv.init(cache_config(decoder.config, max_seqs=1, max_seq_len=16))
+        cache, step = kv.extend(cache, [1], max_new=1)
+        return first_layers(decoder, np.zeros((1, 1), np.int32), cache, step)
+
     with pytest.raises(
         ValueError, match=r"layers 0 to 1 are \['recurrence', 'recurrence'\], expected attention"
     ):
-        first_layers(decoder, np.zeros((1, 1), np.int32), cache, step)
+        jax.eval_shape(ask)
 
 
 @pytest.mark.parametrize(

@@ -27,14 +27,20 @@ ROTATE = kv.chunks.key_rotation([0.7], max_distance=20)
 LENGTHS = (13, 6, 0, 5)
 
 
-def started(*kinds, **options):
-    """Rows of `LENGTHS` tokens in two layers; what their pools hold is left to the caller."""
+def filled(*kinds, **options):
+    """Rows of `LENGTHS` tokens in two layers, and statuses."""
     cache = kv.init(kv.CacheConfig([*kinds, kinds[0]], **SIZES, **options))
     tokens = np.arange(52).reshape(4, 13) if cache.config.enable_prefix_caching else None
     prompts = None if tokens is None else tokens[:3]
     cache, admission = kv.allocate(cache, [0, 1, 3], [13, 6, 5], tokens=prompts)
     cache, step = kv.extend(cache, LENGTHS, max_new=13, tokens=tokens)
-    assert not admission.status.any() and not step.status.any()
+    return cache, jnp.concatenate([admission.status, step.status])
+
+
+def started(*kinds, **options):
+    """Rows as `filled` makes them; what their pools hold is left to the caller."""
+    cache, status = filled(*kinds, **options)
+    assert not status.any()
     return cache
 
 
@@ -139,8 +145,11 @@ def check_gradients(cache, operations):
 MOVES = (compress, drop, store_chunk, compose, rewrite, scrub_rows, scrub_namespace, gather)
 
 
+STREAMING = dict(extras=[kv.compression.Dropping(8), kv.chunks.Store(2, 8)])
+
+
 def streaming(kind):
-    return started(kind, extras=[kv.compression.Dropping(8), kv.chunks.Store(2, 8)])
+    return started(kind, **STREAMING)
 
 
 @pytest.mark.quick_cases("full", "window")
@@ -172,16 +181,20 @@ def test_what_leaves_and_enters_a_cache_has_its_gradient():
     check_gradients(started(FULL, kv.CrossAttention(2, 4, max_source_len=8)), (write_source,))
 
 
-def refused(cache, operation, transform):
-    """A derivative by the floats of the pools, of what the operation returns in floats; it is not run."""
-    leaves, treedef = jax.tree.flatten(cache.pools)
-    floats = {i: x for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.floating)}
+def refused(operation, transform, kind=FULL, **options):
+    """A derivative by the floats of the pools, of what the operation returns in floats; nothing is run."""
 
-    def loss(floats):
-        pools = jax.tree.unflatten(treedef, [floats.get(i, x) for i, x in enumerate(leaves)])
-        return total(operation(dataclasses.replace(cache, pools=pools))[0])
+    def derivative(cache):
+        leaves, treedef = jax.tree.flatten(cache.pools)
+        floats = {i: x for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.floating)}
 
-    jax.jit(transform(loss)).lower(floats)
+        def loss(floats):
+            pools = jax.tree.unflatten(treedef, [floats.get(i, x) for i, x in enumerate(leaves)])
+            return total(operation(dataclasses.replace(cache, pools=pools))[0])
+
+        return transform(loss)(floats)
+
+    jax.jit(derivative).lower(jax.eval_shape(lambda: filled(kind, **options or STREAMING)[0]))
 
 
 def forwards(loss):
@@ -199,11 +212,10 @@ def write(cache):
 def test_quantised_layers_are_refused_by_their_name(transform):
     """Chunks, and sinks that move, are refused in them as operations."""
     operations = (compress, rewrite, scrub_rows, scrub_namespace, gather, write)
-    cache = started(QUANTISED, extras=[kv.compression.Dropping()])
     names = "Quantised.FullAttention, int8. layers" if transform is jax.grad else "Quantised|in forward mode"
     for operation in operations:
         with pytest.raises(NotImplementedError, match=f"^got a .*({names}).*expected"):
-            refused(cache, operation, transform)
+            refused(operation, transform, QUANTISED, extras=[kv.compression.Dropping()])
 
 
 @pytest.mark.parametrize("operation", [compress, store_chunk, rewrite, scrub_rows, write])
@@ -211,7 +223,7 @@ def test_forward_mode_is_refused_by_what_is_asked(operation):
     with pytest.raises(
         NotImplementedError, match="^got a derivative of .* in forward mode .*, expected reverse"
     ):
-        refused(streaming(FULL), operation, forwards)
+        refused(operation, forwards)
 
 
 def test_a_rotation_that_is_not_linear_is_refused():
@@ -220,7 +232,7 @@ def test_a_rotation_that_is_not_linear_is_refused():
         return kv.chunks.compose(cache, [1], [[0]], [[7]], rotate=lambda keys, distance: jnp.tanh(keys))
 
     with pytest.raises(NotImplementedError, match="^got a gradient through rotate=.*, expected .* linear"):
-        refused(streaming(FULL), compose_bent, jax.grad)
+        refused(compose_bent, jax.grad)
 
 
 def scores(cache):
@@ -231,13 +243,13 @@ def scores(cache):
 
 def test_a_gradient_of_attention_scores_is_refused_where_it_is_used():
     with pytest.raises(NotImplementedError, match="^got a gradient of attention_scores, .*expected lax.stop"):
-        refused(streaming(FULL), scores, jax.grad)
+        refused(scores, jax.grad)
 
     def compress_by_scores(cache):
         by_token = scores(cache)[0][:1].sum(axis=(1, 2))
         return kv.compression.compress(cache, [0], by_token, [8])
 
-    refused(streaming(FULL), compress_by_scores, jax.grad)  # it is not: what is kept has no derivative
+    refused(compress_by_scores, jax.grad)  # it is not: what is kept has no derivative
 
 
 def test_attention_scores_have_a_derivative_in_forward_mode():

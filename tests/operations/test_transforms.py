@@ -366,7 +366,7 @@ def test_another_format_version_is_refused(version):
 
 
 def test_an_exported_step_of_another_format_version_is_refused(monkeypatch):
-    _, step = kv.extend(kv.init(CONFIG), [0] * 4, max_new=1)
+    step = jax.eval_shape(lambda: kv.extend(kv.init(CONFIG), [0] * 4, max_new=1)[1])
     data = jax.export.export(jax.jit(lambda step: step.status + 1))(step).serialize()
     assert pickle.loads(pickle.dumps(CONFIG)) == CONFIG
     monkeypatch.setattr(pytree, "FORMAT_VERSION", 4)

@@ -1,9 +1,7 @@
 """Caches without a layer that keeps all tokens: prefixes are found by blocks of tokens alone."""
 
 import dataclasses
-import functools
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -28,7 +26,10 @@ def _started(cache, row, text):
     return cache, int(admission.num_cached[0])
 
 
-@pytest.mark.parametrize("layers", [[WINDOW], [HashState(1, 1)], [WINDOW, HashState(1, 1)]])
+@pytest.mark.quick_cases("both")
+@pytest.mark.parametrize(
+    "layers", [[WINDOW], [HashState(1, 1)], [WINDOW, HashState(1, 1)]], ids=["window", "states", "both"]
+)
 def test_as_much_is_found_as_beside_a_layer_that_keeps_all_tokens(layers):
     rng, found = np.random.default_rng(0), []
     config = kv.CacheConfig(layers, **SIZES)
@@ -43,17 +44,3 @@ def test_as_much_is_found_as_beside_a_layer_that_keeps_all_tokens(layers):
         found.append(started[0][1])
     assert kv.check_invariants(caches[0]) == [] and sum(found) > 20
     assert kv.memory_bytes(config) < kv.memory_bytes(both)
-
-
-def test_generate_finds_what_windows_left_long_ago():
-    """In a prompt of many calls, of which the last alone fills the window."""
-
-    def forward(params, tokens, cache, step):
-        keys = jnp.ones((*tokens.shape, 1, 4))
-        cache, out = kv.attention(cache, 0, keys, keys, keys, step)
-        return out[..., 0, :], cache
-
-    config = kv.CacheConfig([WINDOW], **SIZES)
-    run = functools.partial(kv.generate, forward, (), config=config, max_new_tokens=1, prefill_len=8)
-    cache = run([[1] * 20 + [2] * 20]).cache
-    assert run([[1] * 20 + [3] * 20], cache=cache).num_cached_tokens == 20

@@ -80,7 +80,10 @@ FULL, WINDOW = kv.FullAttention(HEADS, DIM), kv.SlidingWindow(HEADS, DIM, window
 LOOPS = [
     pytest.param(generated, FULL, id="full"),
     pytest.param(generated, WINDOW, id="window", marks=pytest.mark.slow),
-    pytest.param(functools.partial(generated, drafts=kv.decoding.Drafts(2)), FULL, id="drafts"),
+    # That drafts take the tokens of whole texts too, test_decoding.py shows.
+    pytest.param(
+        functools.partial(generated, drafts=kv.decoding.Drafts(2)), FULL, id="drafts", marks=pytest.mark.slow
+    ),
     pytest.param(scored, FULL, id="score", marks=pytest.mark.slow),
 ]
 

@@ -12,11 +12,15 @@ import kvcache_jax as kv
 from tests.support.hash_states import HashState, LastInputs, StatePerToken, expected
 
 VOCAB, BLOCK = 5, 8
-LAYERS = [
-    kv.FullAttention(1, 4),
-    *(kind(1, 1, max_rollback=4) for kind in (HashState, StatePerToken, LastInputs)),
-]
+FULL = kv.FullAttention(1, 4)
+KINDS = [kind(1, 1, max_rollback=4) for kind in (HashState, StatePerToken, LastInputs)]
 SIZES = dict(block_size=BLOCK, max_seqs=4, max_seq_len=96, max_query_len=32, num_blocks=48)
+AT_MULTIPLES = kv.CacheConfig(
+    [kv.SlidingWindow(1, 4, window=6, max_rollback=4), *KINDS],
+    **SIZES,
+    enable_prefix_caching=True,
+    snapshots=kv.Snapshots(every=BLOCK, at_junctions=False, at_prompt_end=False, at_end=False),
+)
 
 
 def forward(params, tokens, cache, step):
@@ -24,15 +28,15 @@ def forward(params, tokens, cache, step):
     keys = jnp.ones((*tokens.shape, 1, 4))
     cache, attended = kv.attention(cache, 0, keys, keys, keys, step)
     outs = []
-    for layer in (1, 2, 3):
+    for layer in range(1, cache.config.num_layers):
         cache, out = kv.recurrence(cache, layer, {"token": tokens.astype(jnp.uint32)}, step)
         outs.append(out)
-    state, convolved = outs[0][..., 0], outs[2][..., 0]
-    is_same = (outs[1][..., 0] == state) & (outs[0][..., 1] == convolved)
+    state, convolved = outs[0][..., 0], outs[0][..., 1]
     drawn = ((state >> 5) + convolved) % VOCAB
-    logits = 4 * jax.nn.one_hot(drawn.astype(jnp.int32), VOCAB)
-    spoilt = jnp.where(is_same, 0, jnp.nan) + 0 * attended[..., 0, 0]
-    return logits + spoilt[..., None], cache
+    logits = 4 * jax.nn.one_hot(drawn.astype(jnp.int32), VOCAB) + 0 * attended[..., :1, 0]
+    for out, same in zip(outs[1:], (state, convolved), strict=False):
+        logits += jnp.where(out == same[..., None], 0, jnp.nan)
+    return logits, cache
 
 
 def next_token(text):
@@ -65,11 +69,10 @@ def prompts():
     "options", [{}, {"drafts": kv.decoding.Drafts(3)}, {"num_samples": 2}], ids=["plain", "drafts", "samples"]
 )
 def test_generate_draws_the_tokens_of_whole_texts(prompts, options):
-    config = kv.CacheConfig(LAYERS, **SIZES, enable_prefix_caching=True)
     cache = None
     for nth in range(2):
         result = kv.generate(
-            forward, (), prompts, config, max_new_tokens=17, prefill_len=32, cache=cache, **options
+            forward, (), prompts, AT_MULTIPLES, max_new_tokens=17, prefill_len=16, cache=cache, **options
         )
         cache = result.cache
         num_samples = options.get("num_samples", 1)
@@ -83,10 +86,7 @@ def test_generate_draws_the_tokens_of_whole_texts(prompts, options):
 
 def test_each_call_of_a_prompt_keeps_the_states_at_every_multiple(prompts):
     """And the windows before them, which the row leaves in the next call."""
-    layers = [kv.SlidingWindow(1, 4, window=6), *LAYERS[1:]]
-    chosen = kv.Snapshots(every=BLOCK, at_junctions=False, at_prompt_end=False, at_end=False)
-    config = kv.CacheConfig(layers, **SIZES, enable_prefix_caching=True, snapshots=chosen)
-    run = functools.partial(kv.generate, forward, (), config=config, max_new_tokens=2, prefill_len=16)
+    run = functools.partial(kv.generate, forward, (), config=AT_MULTIPLES, max_new_tokens=2, prefill_len=16)
     text = prompts[1]
     cache, found = run([text]).cache, []
     for length in (60, 16, 29, 45):
@@ -98,31 +98,34 @@ def test_each_call_of_a_prompt_keeps_the_states_at_every_multiple(prompts):
 
 @pytest.mark.slow
 def test_beams_follow_their_own_states(prompts):
-    config = kv.CacheConfig(LAYERS, **SIZES, enable_prefix_caching=True)
+    config = kv.CacheConfig([FULL, *KINDS], **SIZES, enable_prefix_caching=True)
     result = kv.beam_search(forward, (), [prompts[0]], config, max_new_tokens=9, num_beams=3)
     assert [*result.beams[0][0].tokens] == answer(prompts[0], 9)
 
 
 @pytest.mark.slow
 def test_scores_are_those_of_whole_texts(prompts):
-    config = kv.CacheConfig(LAYERS, **SIZES, enable_prefix_caching=True)
+    config = kv.CacheConfig([FULL, *KINDS], **SIZES, enable_prefix_caching=True)
     continuations = [answer(prompts[1], n) for n in (1, 6, 20)]
     scored = kv.score(forward, (), prompts[1], continuations, config, prefill_len=32)
     for logprobs in scored.logprobs:
         np.testing.assert_allclose(logprobs, 4 - np.log(np.exp(4) + VOCAB - 1), atol=1e-5)
 
 
+@pytest.mark.quick_cases("drafts")
 @pytest.mark.parametrize(
-    "options",
+    ("num_kinds", "options"),
     [
-        dict(),
-        dict(num_drafts=3),
-        pytest.param(dict(batch_invariant=True, num_drafts=3), marks=pytest.mark.slow),
+        (1, dict()),
+        (1, dict(num_drafts=3)),
+        (3, dict(batch_invariant=True, num_drafts=3)),
     ],
-    ids=str,
+    ids=["plain", "drafts", "all kinds"],
 )
-def test_the_engine_draws_the_tokens_of_whole_texts(prompts, options):
-    config = kv.CacheConfig(LAYERS, **(SIZES | {"num_blocks": 22}), enable_prefix_caching=True)
+def test_the_engine_draws_the_tokens_of_whole_texts(prompts, num_kinds, options):
+    config = kv.CacheConfig(
+        [FULL, *KINDS[:num_kinds]], **(SIZES | {"num_blocks": 22}), enable_prefix_caching=True
+    )
     engine = kv.Engine(forward, (), config, **options, steps_per_dispatch=4, token_budget=24)
     for nth in range(2):
         requests = [kv.GenerationRequest(prompt, 13, id=(nth, i)) for i, prompt in enumerate(prompts)]

@@ -21,7 +21,6 @@ from tests.support.state_script import (
 )
 
 ONE_KIND = dict(kinds=[HashState])
-AT_JUNCTIONS = config_of_states(snapshots=kv.Snapshots(at_prompt_end=False, at_end=False), **ONE_KIND)
 
 
 def _config_of_snapshots(num_snapshots, **options):
@@ -32,7 +31,7 @@ def _config_of_snapshots(num_snapshots, **options):
 
 
 TWO_SNAPSHOTS = _config_of_snapshots(2)
-BY_TOKENS_SAVED = _config_of_snapshots(9, eviction="tokens saved", at_prompt_end=False)
+AT_JUNCTIONS = _config_of_snapshots(9, eviction="tokens saved", at_prompt_end=False, at_end=False)
 
 
 def test_no_row_is_given_a_wrong_state():
@@ -150,20 +149,17 @@ def test_a_state_that_no_prompt_asked_for_is_evicted_first():
     assert admission.num_cached[0] == 24
 
 
-@pytest.mark.parametrize("config, num_cached", [(TWO_SNAPSHOTS, 40), (BY_TOKENS_SAVED, 0)])
-def test_the_end_of_a_prompt_is_kept_if_wanted(config, num_cached):
+@pytest.mark.parametrize("config, num_cached", [(TWO_SNAPSHOTS, (40, 48)), (AT_JUNCTIONS, (0, 0))])
+def test_the_ends_of_prompts_and_rows_are_kept_if_wanted(config, num_cached):
     """The row goes on, so that only the prompt's own end could serve its repetition."""
-    assert config.snapshots.at_prompt_end == (num_cached > 0)
+    assert config.snapshots.at_prompt_end == config.snapshots.at_end == (num_cached > (0, 0))
     cache = kv.init(config)
     prompt = np.random.default_rng(3).integers(3, size=41).tolist()
     cache, _ = start(cache, prompt, commits=False)
     cache, _, _ = padded_step(cache, np.array([9, 0, 0, 0, 0, 0], np.int32), np.full((6, 20), 2, np.int32))
     cache, _ = kv.free(kv.commit(cache, [0])[0], [0])
-    _, admission = admit(cache, prompt)
-    assert admission.num_cached[0] == num_cached
     whole = [*prompt, *[2] * 9, 0]
-    _, admission = admit(cache, whole)
-    assert admission.num_cached[0] == 48
+    assert tuple(int(admit(cache, text)[1].num_cached[0]) for text in (prompt, whole)) == num_cached
 
 
 def _num_saved(cache, group_id):
@@ -180,7 +176,7 @@ def _num_saved(cache, group_id):
 
 
 def test_the_state_that_saves_the_fewest_tokens_for_its_age_is_evicted_first():
-    cache = kv.init(BY_TOKENS_SAVED)
+    cache = kv.init(AT_JUNCTIONS)
     [group_id] = cache.config.snapshot_groups
 
     @jax.jit
@@ -303,21 +299,24 @@ def test_configs_that_states_cannot_serve_are_refused(make, message):
 
 def test_calls_that_do_not_fit_are_refused():
     cache = kv.init(config_of_states(enable_prefix_caching=False, **ONE_KIND))
-    cache, _ = kv.allocate(cache, [0], [3])
-    cache, step = kv.extend(cache, [3, 0, 0, 0, 0, 0], max_new=4)
-    keys, tokens = jnp.zeros((6, 4, 1, 1)), jnp.zeros((6, 4), jnp.uint32)
-    with pytest.raises(ValueError, match="layer 1 is of HashState entries, expected a layer of keys"):
-        kv.attention(cache, 1, keys, keys, keys, step)
-    with pytest.raises(ValueError, match="layer 1 is of HashState"):
-        kv.gather(cache, 0, layer=1)
-    with pytest.raises(ValueError, match="layer 0 is FullAttention, expected a recurrent one"):
-        kv.recurrence(cache, 0, {"token": tokens}, step)
-    with pytest.raises(ValueError, match=r"token has shape \(6, 3\), expected \(6, 4, '...'\)"):
-        kv.recurrence(cache, 1, {"token": tokens[:, :3]}, step)
-    with pytest.raises(NotImplementedError, match="rewrite and layers"):
-        kv.rewrite(cache, [0], [[1]])
-    with pytest.raises(NotImplementedError, match="drop and layers.1. is HashState, expected layers of keys"):
-        kv.compression.drop(cache, [0], [1], [1])
+    keys, tokens = np.zeros((6, 4, 1, 1), np.float32), np.zeros((6, 4), np.uint32)
+
+    def call(cache):
+        cache, step = kv.extend(cache, [3, 0, 0, 0, 0, 0], max_new=4)
+        with pytest.raises(ValueError, match="layer 1 is of HashState entries, expected a layer of keys"):
+            kv.attention(cache, 1, keys, keys, keys, step)
+        with pytest.raises(ValueError, match="layer 1 is of HashState"):
+            kv.gather(cache, 0, layer=1)
+        with pytest.raises(ValueError, match="layer 0 is FullAttention, expected a recurrent one"):
+            kv.recurrence(cache, 0, {"token": tokens}, step)
+        with pytest.raises(ValueError, match=r"token has shape \(6, 3\), expected \(6, 4, '...'\)"):
+            kv.recurrence(cache, 1, {"token": tokens[:, :3]}, step)
+        with pytest.raises(NotImplementedError, match="rewrite and layers"):
+            kv.rewrite(cache, [0], [[1]])
+        with pytest.raises(NotImplementedError, match="drop and layers.1. is HashState, expected layers of"):
+            kv.compression.drop(cache, [0], [1], [1])
+
+    jax.eval_shape(call, cache)  # nothing is compiled
 
 
 def test_layers_out_of_order_are_refused():
@@ -325,14 +324,16 @@ def test_layers_out_of_order_are_refused():
     cache = kv.init(
         config_of_states(enable_prefix_caching=False, kinds=[HashState, StatePerToken, HashState])
     )
-    cache, _ = kv.allocate(cache, [0], [3])
+
+    def extend():
+        return kv.extend(cache, [3, 0, 0, 0, 0, 0], max_new=4)[1]
 
     def call(step, *layers):
         for layer in layers:
             kv.recurrence(cache, layer, {"token": jnp.zeros((6, 4), jnp.uint32)}, step)
 
     def trace(*layers):
-        jax.eval_shape(lambda: call(kv.extend(cache, [3, 0, 0, 0, 0, 0], max_new=4)[1], *layers))
+        jax.eval_shape(lambda: call(extend(), *layers))
 
     trace(1, 2, 3, 1, 1, 3)
     trace(2, 1, 3)
@@ -340,5 +341,4 @@ def test_layers_out_of_order_are_refused():
     for layers in ([3], [2, 3, 1]):
         with pytest.raises(ValueError, match=message):
             trace(*layers)
-    _, step = kv.extend(cache, [3, 0, 0, 0, 0, 0], max_new=4)
-    jax.eval_shape(lambda step: call(step, 3, 1), step)  # not known
+    jax.eval_shape(lambda step: call(step, 3, 1), jax.eval_shape(extend))  # not known

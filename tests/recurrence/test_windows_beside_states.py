@@ -9,7 +9,8 @@ import kvcache_jax as kv
 from tests.support.hash_states import HashState
 from tests.support.state_script import StateScript, admit, config_of_states, padded_step, start
 
-ONE_KIND = dict(kinds=[HashState])
+SMALL = dict(kinds=[HashState], num_blocks=20, num_blocks_of_keys=200)
+"""The pool of the window is small, so that others' windows want its blocks."""
 
 
 def with_window(rollback=0, window=12, sinks=0, num_blocks=None, num_blocks_of_keys=40, **options):
@@ -22,7 +23,7 @@ def with_window(rollback=0, window=12, sinks=0, num_blocks=None, num_blocks_of_k
 
 @pytest.mark.parametrize("sinks", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_hit_at_a_junction_finds_the_window_that_rows_left_long_ago(sinks):
-    cache, shared, found = kv.init(with_window(sinks=sinks, **ONE_KIND)), [1] * 29, []
+    cache, shared, found = kv.init(with_window(sinks=sinks, **SMALL)), [1] * 29, []
     for tail in (0, 2, 1, 0):
         cache, admission = start(cache, shared + [tail] * 30)
         found.append((int(admission.num_cached[0]), int(admission.junction[0])))
@@ -32,8 +33,7 @@ def test_a_hit_at_a_junction_finds_the_window_that_rows_left_long_ago(sinks):
 
 
 def test_windows_before_states_that_others_want_are_evicted_last():
-    """The pool of the window is small, so that others' windows want its blocks."""
-    cache = kv.init(with_window(num_blocks=14, num_blocks_of_keys=200, **ONE_KIND))
+    cache = kv.init(with_window(**SMALL))
     rng = np.random.default_rng(1)
     shared = rng.integers(3, size=29).tolist()
     for tail in (0, 1):
@@ -47,7 +47,7 @@ def test_windows_before_states_that_others_want_are_evicted_last():
 
 
 def test_what_stays_for_a_state_leaves_once_it_is_published():
-    cache, prompt = kv.init(with_window(**ONE_KIND)), np.random.default_rng(0).integers(3, size=90).tolist()
+    cache, prompt = kv.init(with_window(**SMALL)), np.random.default_rng(0).integers(3, size=90).tolist()
     window = next(g for g, group in enumerate(cache.config.groups) if group.window)
     held = []
     for commits in (False, True):
