@@ -329,8 +329,15 @@ def _content(
     Returns the published blocks of its prefix too, i32[columns], nowhere from a miss on; and its column.
     """
     nowhere, block_size = index.block_tokens.shape
-    found = prefix_index.find_prefix(index, control.hash_key, tokens, num_tokens + 1, namespace)
     blocks = tokens.reshape(-1, block_size)
+    found = prefix_index.find_prefixes(
+        index,
+        control.hash_key,
+        prefix_index.reader_of(tokens[None]),
+        blocks.shape[0],
+        num_tokens[None] + 1,
+        namespace[None],
+    )[0]
     order = jnp.arange(blocks.shape[0], dtype=jnp.int32)
     column = quotient(jnp.maximum(num_tokens, block_size), block_size) - 1
     added = block_hashes(control.hash_key, blocks, order * block_size)

@@ -26,10 +26,11 @@ def counted_forward(params, tokens, cache, step, logits_at=None):
 
 @pytest.fixture(scope="module")
 def engine():
+    """With a window beside, that holds a step's tokens of a row and no more."""
     return kv.Engine(
         counted_forward,
         make_params(),
-        config(num_blocks=14),
+        config(num_layers=2, num_blocks=14, max_query_len=6),
         token_budget=12,
         steps_per_dispatch=8,
         limits=LIMITS,
@@ -52,7 +53,7 @@ def test_a_step_calls_the_model_once(engine, seed):
     assert made[COUNT.GENERATED_TOKENS] > made[COUNT.STEPS]  # else no row decoded beside another's prompt
     for request in requests:
         for i in range(request.num_samples):
-            assert said[request.id, i][0] == decode_alone(request, sample_id=i)[0]
+            assert said[request.id, i][0] == decode_alone(request, num_layers=2, sample_id=i)[0]
 
 
 def test_a_model_of_another_width_is_refused():
@@ -65,14 +66,17 @@ def test_a_model_of_another_width_is_refused():
         engine.compile()
 
 
-def test_windows_and_models_that_do_not_ask_take_two_calls():
+def test_states_and_models_that_do_not_ask_take_two_calls():
     """A model that reads the cache by itself would not see what its own call stores."""
 
     def own_attention(params, tokens, cache, step):
         return forward(params, tokens, cache, step)
 
     assert can_join(config(), forward) and can_join(config(), kv.decoding.PreparedForward(forward, tuple))
-    assert not can_join(config(num_layers=2), forward) and not can_join(config(), own_attention)
+    assert can_join(config(num_layers=2), forward) and not can_join(config(), own_attention)
+    states = kv.GatedDeltaNet(num_kv_heads=1, head_dim=4, key_dim=4)
+    with_states = kv.CacheConfig([kv.FullAttention(1, 8), states], max_seqs=2, max_seq_len=32)
+    assert not can_join(with_states, forward)
 
 
 @functools.partial(jax.jit, static_argnames="is_joined")
