@@ -20,6 +20,7 @@ from kvcache_jax.arrays.masked_updates import (
     remainder,
     set_at,
 )
+from kvcache_jax.arrays.sharding import as_varied
 from kvcache_jax.core.backends import by_platform
 from kvcache_jax.core.state import PrefixIndex
 from kvcache_jax.prefix import block_metadata
@@ -128,6 +129,8 @@ def find_prefixes(
     search = _Search(jnp.int32(0), found, root, nothing, jnp.ones_like(num_tokens, bool))
     if num_at_once == num_columns:
         return find_some(search).found if num_columns else found
+
+    search = as_varied(search, (index, read(search.first, 1)))
 
     def is_left(search: _Search) -> jax.Array:
         return (search.goes_on & (search.first < num_whole)).any()
