@@ -12,8 +12,14 @@ from kvcache_jax.operations.allocate import Prompts, find_hits
 from kvcache_jax.prefix import prefix_index
 
 BLOCK, LONGEST = 4, 44
-SIZES = dict(num_blocks=60, block_size=BLOCK, max_seqs=4, max_seq_len=LONGEST, enable_prefix_caching=True)
-LAYER = kv.FullAttention(1, 4)
+CONFIG = kv.CacheConfig(
+    [kv.FullAttention(1, 4)],
+    num_blocks=60,
+    block_size=BLOCK,
+    max_seqs=4,
+    max_seq_len=LONGEST,
+    enable_prefix_caching=True,
+)
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +29,7 @@ def published():
     texts = rng.integers(0, 3, (4, LONGEST))
     texts[1, :23] = texts[0, :23]
     lengths = [44, 41, 17, 3]
-    cache, _ = kv.allocate(kv.init(kv.CacheConfig([LAYER], **SIZES)), range(4), lengths, tokens=texts)
+    cache, _ = kv.allocate(kv.init(CONFIG), range(4), lengths, tokens=texts)
     cache, _ = kv.extend(cache, lengths, max_new=LONGEST, tokens=texts)
     cache, _ = kv.commit(cache, range(4))
     return cache, [text[:length] for text, length in zip(texts, lengths, strict=True)]
