@@ -137,6 +137,15 @@ def _may_share(plan: AttentionPlan, group: LayerGroup, config: CacheConfig, num_
     return is_plain and is_free and is_long and group.span.keeps_all and num_queries <= MAX_DECODE_QUERIES
 
 
+def each_alone(step: Step) -> Step:
+    """Leaves out of a step which columns its rows share: where they share none, a smaller program."""
+
+    def alone(plan: Any) -> Any:
+        return dataclasses.replace(plan, shared=None) if isinstance(plan, AttentionPlan) else plan
+
+    return dataclasses.replace(step, plans=tuple(map(alone, step.plans)))
+
+
 def _num_places(num_queries: int) -> int:
     return max(2, _MOST_QUERIES // num_queries)
 

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from kvcache_jax.arrays.masked_updates import run_if
+
 XLA, MOSAIC_GPU, MOSAIC_TPU = "xla", "mosaic_gpu", "mosaic_tpu"
 MAX_DECODE_QUERIES = 8
 """Most new tokens of a row that are decoded; where a step has room for more, rows are prefilled."""
@@ -188,6 +190,14 @@ def by_platform(*, cpu: int, accelerator: int) -> int:
     CPUs want batches that fit their caches and no vain work, accelerators few launches and waits.
     """
     return cpu if target_device().platform == "cpu" else accelerator
+
+
+def run_if_due[T](is_due: jax.Array, fn: Callable[[T], T], state: T) -> T:
+    """Runs `fn(state)`, which changes nothing but where it `is_due` bool[]; on CPUs only there.
+
+    Not on accelerators: a GPU's host would wait for the answer.
+    """
+    return run_if(is_due, fn, state) if by_platform(cpu=True, accelerator=False) else fn(state)
 
 
 def _described(device: Any) -> TargetDevice:

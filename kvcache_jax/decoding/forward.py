@@ -17,7 +17,7 @@ they are pieces: a row of the cache may have several, one after the other, as `s
 that carries a state along a row's tokens, beside `kv.attention`, must join them.
 
 A model with a parameter `logits_at` says with it that it reads what is stored by `kv.attention` and
-`kv.attend` alone. Where no layer has a window or a state, the engine then computes pieces and next tokens in
+`kv.attend` alone. Where no layer has a state, the engine then computes pieces and next tokens in
 one call: each token is a row, and logits are wanted of the tokens `logits_at` i32[m], `[m, 1, vocab]`, or of
 all where it is None. See `for_logits`.
 """

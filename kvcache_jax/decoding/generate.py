@@ -214,6 +214,7 @@ def generate(
             jnp.int32(check_in_every),
             draft_source=draft_source,
             retention=retention,
+            may_share=num_samples > 1 or config.enable_prefix_caching,
         )
         state = host.check_in(state, prompt_rows)
     return GenerateResult(

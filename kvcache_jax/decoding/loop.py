@@ -14,7 +14,8 @@ from jax import lax
 
 from kvcache_jax.arrays.masked_updates import first_true
 from kvcache_jax.arrays.pytree import pytree_dataclass
-from kvcache_jax.core.state import Cache
+from kvcache_jax.attention.attention_plan import each_alone
+from kvcache_jax.core.state import Cache, Step
 from kvcache_jax.core.status import Status
 from kvcache_jax.decoding.forward import Forward
 from kvcache_jax.decoding.prompts import KEEP_ALL, Retention
@@ -98,7 +99,9 @@ def begin(
     return _end_undrawn(state, starts & ~is_drawn)
 
 
-@functools.partial(jax.jit, static_argnames=("forward", "draft_source", "retention"), donate_argnames="state")
+@functools.partial(
+    jax.jit, static_argnames=("forward", "draft_source", "retention", "may_share"), donate_argnames="state"
+)
 def decode(
     forward: Forward,
     params: Any,
@@ -108,10 +111,12 @@ def decode(
     *,
     draft_source: DraftSource | None,
     retention: Retention = KEEP_ALL,
+    may_share: bool = True,
 ) -> DecodeState:
     """Decodes until a row has ended, so that its blocks can be assigned to others, or for `max_steps` steps.
 
-    No step is made where one has already: with the first token, or for want of blocks in its prefill.
+    No step is made where one has already: with the first token, or for want of blocks in its prefill. Where
+    no rows `may_share` blocks the program is smaller.
     """
     first_step = state.num_steps
 
@@ -122,8 +127,11 @@ def decode(
 
     def body(state: DecodeState) -> DecodeState:
         if draft_source is None:
-            return _decode_one(forward, params, state, retention)
-        return _decode_drafted(forward, params, draft_params, state, draft_source)
+            return _decode_one(call, params, state, retention)
+        return _decode_drafted(call, params, draft_params, state, draft_source)
+
+    def call(params: Any, tokens: jax.Array, cache: Cache, step: Step) -> tuple[jax.Array, Cache]:
+        return forward(params, tokens, cache, step if may_share else each_alone(step))
 
     return lax.while_loop(goes_on, body, state)
 

@@ -15,6 +15,7 @@ from kvcache_jax.arrays.masked_updates import (
     set_at,
 )
 from kvcache_jax.blocks import block_pool
+from kvcache_jax.core.backends import by_platform, run_if_due
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.extras import Turn
 from kvcache_jax.core.state import Cache, Control
@@ -34,8 +35,8 @@ from kvcache_jax.operations.fork import fork_rows
 from kvcache_jax.operations.free import free_rows
 from kvcache_jax.operations.reserve import needs, num_available
 
-_COMPARED_AT_ONCE = 512
-"""Tokens of each prompt."""
+_COMPARED_ON_CPUS, _COMPARED_ON_ACCELERATORS = 64, 512
+"""Tokens of each prompt that are compared at once."""
 
 
 def admit(state: EngineState, options: Options) -> EngineState:
@@ -121,14 +122,16 @@ def _is_computed(
     num_own = jnp.minimum(prompts.num_tokens - 1, state.prefix_len(slots))
     num_own = jnp.minimum(length[:, None], num_own[None])
 
+    num_at_once = by_platform(cpu=_COMPARED_ON_CPUS, accelerator=_COMPARED_ON_ACCELERATORS)
+
     def compare(loop: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         is_equal, first = loop
-        places = first + jnp.arange(_COMPARED_AT_ONCE, dtype=jnp.int32)
+        places = first + jnp.arange(num_at_once, dtype=jnp.int32)
         # Read once: fused into the comparison, each token would be read for every pair.
         tokens = lax.optimization_barrier(state.tokens_of(owners, places))
         differs = tokens[:, None] != tokens[None, cache.max_seqs :]
         differs &= (places[None] < num_needed[:, None])[None]
-        return is_equal & ~differs.any(axis=-1), first + _COMPARED_AT_ONCE
+        return is_equal & ~differs.any(axis=-1), first + num_at_once
 
     def goes_on(loop: tuple[jax.Array, jax.Array]) -> jax.Array:
         is_equal, first = loop
@@ -192,6 +195,11 @@ def fork_samples(state: EngineState) -> EngineState:
     Each computes the last token itself, and so has logits of its own. Samples that get no row wait like
     requests of their own, and find the prompt in the cache.
     """
+    is_waiting = is_parent_pending(state) & (state.phase == Phase.WAITING)
+    return run_if_due(is_waiting.any(), _fork_samples, state)
+
+
+def _fork_samples(state: EngineState) -> EngineState:
     requests, cache = state.requests, state.cache
     max_seqs, num_slots = cache.max_seqs, requests.num_slots
     rows = jnp.arange(max_seqs, dtype=jnp.int32)
@@ -226,11 +234,17 @@ def preempt(state: EngineState, options: Options) -> tuple[EngineState, jax.Arra
 
     Masks the rows that go on without one, bool[max_seqs].
     """
-    cache = state.cache
+    control, config = state.cache.control, state.cache.config
     wanted = (state.num_to_compute > 0).astype(jnp.int32)
-    is_short = jnp.sum(needs(cache.control, wanted, cache.config).num_blocks, axis=1) > num_available(
-        cache.control
-    )
+    is_short = (jnp.sum(needs(control, wanted, config).num_blocks, axis=1) > num_available(control)).any()
+    carry = state, jnp.zeros_like(state.is_ended)
+    return run_if_due(is_short, lambda carry: _preempt(carry[0], wanted, is_short, options), carry)
+
+
+def _preempt(
+    state: EngineState, wanted: jax.Array, is_short: jax.Array, options: Options
+) -> tuple[EngineState, jax.Array]:
+    cache = state.cache
     order, max_seqs = rows_in_order(state, options), cache.max_seqs
     ranks = jnp.arange(max_seqs, dtype=jnp.int32)
 
@@ -250,7 +264,7 @@ def preempt(state: EngineState, options: Options) -> tuple[EngineState, jax.Arra
         is_stalled = set_at(is_stalled, jnp.where(fits | goes, max_seqs, row), True)
         return control, set_at(wanted, victim, 0), is_stalled, granted, rank + jnp.where(goes, 0, 1)
 
-    rank = jnp.where(is_short.any(), 0, max_seqs).astype(jnp.int32)
+    rank = jnp.where(is_short, 0, max_seqs).astype(jnp.int32)
     loop = cache.control, wanted, jnp.zeros(max_seqs, bool), jnp.zeros(len(cache.config.groups), jnp.int32)
     control, _, is_stalled, _, _ = lax.while_loop(lambda loop: loop[4] < max_seqs, settle, (*loop, rank))
 

@@ -14,10 +14,10 @@ from kvcache_jax.engine.inputs import asks_for
 def can_join(config: CacheConfig, forward: Callable) -> bool:
     """Tests whether a model can compute prompts and next tokens of a row in one step.
 
-    A window takes back blocks for a row's next token that its prompt's tokens still read, and states are
-    computed in the order of tokens. A model must say that it reads no cache by itself; see `Forward`.
+    States differ in their last bits where other tokens are computed beside them, and so would what follows
+    cached ones. A model must say that it reads no cache by itself; see `Forward`.
     """
-    return asks_for(forward, "logits_at") and all(group.span.keeps_all for group in config.groups)
+    return asks_for(forward, "logits_at") and not config.has_states
 
 
 def join(cache: Cache, prompts: Step, following: Step) -> Step:

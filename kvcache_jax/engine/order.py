@@ -15,7 +15,6 @@ from kvcache_jax.operations.allocate import Hits, Prompts, find_hits
 
 _MOST_LOOKED_UP = 16
 """Waiting requests that a policy knows the cached prefix of; the others keep the order of arrival."""
-_FEW_TOKENS = 512
 _LAST = jnp.iinfo(jnp.int32).max
 
 
@@ -92,7 +91,7 @@ def prompts_of(state: EngineState, slots: jax.Array, alone_len: jax.Array | None
         num_tokens, reuse = jnp.where(alone_len > 0, alone_len, num_tokens), reuse & (alone_len == 0)
     tokens = items = None
     if state.cache.control.prefix_index is not None:
-        tokens = _looked_up(state, slots, state.cache.config.max_seq_len)
+        tokens = _looked_up(state, slots, jnp.arange(state.cache.config.max_seq_len, dtype=jnp.int32))
         items = None if requests.items is None else get_at(requests.items, slots, 0)
     return Prompts(
         num_tokens=num_tokens,
@@ -104,9 +103,8 @@ def prompts_of(state: EngineState, slots: jax.Array, alone_len: jax.Array | None
     )
 
 
-def _looked_up(state: EngineState, slots: jax.Array, num: int) -> jax.Array:
-    """Reads the first `num` tokens of requests i32[n] as a lookup of prefixes sees them."""
-    places = jnp.arange(num, dtype=jnp.int32)
+def _looked_up(state: EngineState, slots: jax.Array, places: jax.Array) -> jax.Array:
+    """Reads tokens of requests i32[n] at `places` i32[m] as a lookup of prefixes sees them."""
     tokens = state.tokens_of(slots, places)
     if state.requests.parts is None:
         return tokens
@@ -114,18 +112,13 @@ def _looked_up(state: EngineState, slots: jax.Array, num: int) -> jax.Array:
 
 
 def look_up(state: EngineState, slots: jax.Array, alone_len: jax.Array | None = None) -> tuple[Prompts, Hits]:
-    """Looks requests `slots` i32[n] up; where all have few tokens, no row's whole length is hashed."""
+    """Looks requests `slots` i32[n] up."""
     prompts, cache = prompts_of(state, slots, alone_len), state.cache
-    if prompts.tokens is None or cache.config.max_seq_len < 2 * _FEW_TOKENS:
-        return prompts, find_hits(cache.control, prompts, cache.config)
 
-    def find(num: int) -> Hits:
-        tokens = _looked_up(state, slots, num)
-        return find_hits(cache.control, prompts._replace(tokens=tokens), cache.config)
+    def read(first: jax.Array, num: int) -> jax.Array:
+        return _looked_up(state, slots, first + jnp.arange(num, dtype=jnp.int32))
 
-    are_short = (prompts.num_tokens <= _FEW_TOKENS).all()
-    hits = lax.cond(are_short, lambda: find(_FEW_TOKENS), lambda: find(cache.config.max_seq_len))
-    return prompts, hits
+    return prompts, find_hits(cache.control, prompts, cache.config, read)
 
 
 def waits(state: EngineState) -> jax.Array:

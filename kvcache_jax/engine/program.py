@@ -152,13 +152,21 @@ def _enter(state: EngineState, inbox: Inbox) -> EngineState:
     slots, old, new = inbox.slots, state.requests, inbox.requests
     is_new = slots < old.num_slots
     service = _lifted(state)
+    # One scatter for all columns: each slot reads its entry, or stays.
+    order = jnp.arange(slots.size, dtype=jnp.int32)
+    entry = set_at(jnp.full(old.num_slots, slots.size, jnp.int32), slots, order)
+
+    def entered(x: jax.Array, values: jax.Array) -> jax.Array:
+        is_it = lax.broadcast_in_dim(entry < slots.size, x.shape, (0,))
+        return jnp.where(is_it, get_at(values, entry).astype(x.dtype), x)
+
     of_slots = (requests.of_slots() for requests in (old, new))
     requests = dataclasses.replace(
         old,
-        **jax.tree.map(lambda x, values: set_at(x, slots, values), *of_slots),
+        **jax.tree.map(entered, *of_slots),
         tokens=set_at(old.tokens, inbox.places, new.tokens),
         namespace=new.namespace,
-        arrival_step=set_at(old.arrival_step, slots, state.step),
+        arrival_step=jnp.where(entry < slots.size, state.step, old.arrival_step),
     )
     is_refused = is_new & is_beyond(state.cache, new.prompt_len + new.max_new - 1)
     is_back = inbox.num_generated > 0
@@ -168,11 +176,11 @@ def _enter(state: EngineState, inbox: Inbox) -> EngineState:
     state = dataclasses.replace(
         state,
         requests=requests,
-        phase=set_at(state.phase, slots, phase),
-        num_generated=set_at(state.num_generated, slots, inbox.num_generated),
-        num_preemptions=set_at(state.num_preemptions, slots, zeros),
-        num_bypassed=set_at(state.num_bypassed, slots, zeros),
-        num_cached=set_at(state.num_cached, slots, zeros - 1),
+        phase=entered(state.phase, phase),
+        num_generated=entered(state.num_generated, inbox.num_generated),
+        num_preemptions=entered(state.num_preemptions, zeros),
+        num_bypassed=entered(state.num_bypassed, zeros),
+        num_cached=entered(state.num_cached, zeros - 1),
         may_admit=state.may_admit | is_new.any(),
         service=service,
     )

@@ -26,16 +26,21 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from kvcache_jax.arrays.masked_updates import get_at, quotient
+from kvcache_jax.arrays.masked_updates import get_at, quotient, rank_true, set_at
+from kvcache_jax.core.backends import by_platform, run_if_due
+from kvcache_jax.core.state import Control
 from kvcache_jax.engine.admit import admit
 from kvcache_jax.engine.options import Options
 from kvcache_jax.engine.order import rows_in_order, waits
 from kvcache_jax.engine.parts import keep_computed, put_parts
 from kvcache_jax.engine.state import EngineState
 from kvcache_jax.operations.free import free_rows
-from kvcache_jax.operations.reserve import needs, num_free
+from kvcache_jax.operations.reserve import lacks
 
+_FREED_ON_CPUS = 2
+"""Rows at once: of each all columns of its table are looked at."""
 _STEPS_BETWEEN_ADMISSIONS = 16
 """Where nothing changed but the time."""
 
@@ -58,19 +63,30 @@ def is_unusual(state: EngineState) -> jax.Array:
     """
     cache = state.cache
     wanted = (state.num_to_compute > 0).astype(jnp.int32)
-    need = needs(cache.control, wanted, cache.config)
-    lacks = (jnp.sum(need.num_blocks, axis=1) > num_free(cache.control)).any() | need.copies.any()
+    is_rare = lacks(cache, wanted) | state.is_put_together.any()
     is_time = state.may_admit | (state.step % _STEPS_BETWEEN_ADMISSIONS == 0) | ~state.is_running.any()
     admits = is_time & ~cache.is_active.all() & waits(state).any()
-    lacks |= state.is_put_together.any()
-    return state.is_ended.any() | admits | (state.num_to_compute > 1).any() | lacks
+    return state.is_ended.any() | admits | (state.num_to_compute > 1).any() | is_rare
 
 
 def finish(state: EngineState) -> EngineState:
     """Frees the rows that ended; their published blocks stay cached."""
-    rows = jnp.arange(state.cache.max_seqs, dtype=jnp.int32)
-    rows = jnp.where(state.is_ended, rows, state.cache.max_seqs)
-    control, _ = free_rows(state.cache.control, rows, config=state.cache.config)
+    config, max_seqs = state.cache.config, state.cache.max_seqs
+    num_at_once = min(by_platform(cpu=_FREED_ON_CPUS, accelerator=max_seqs), max_seqs)
+
+    def free_some(loop: tuple[Control, jax.Array]) -> tuple[Control, jax.Array]:
+        control, is_left = loop
+        nth, _ = rank_true(is_left)
+        place = jnp.where(is_left, nth, num_at_once)
+        nobody = jnp.full(num_at_once, max_seqs, jnp.int32)
+        rows = set_at(nobody, place, jnp.arange(max_seqs, dtype=jnp.int32))
+        return free_rows(control, rows, config=config)[0], is_left & (nth >= num_at_once)
+
+    loop = state.cache.control, state.is_ended
+    if num_at_once == max_seqs:
+        control, _ = free_some(loop)
+    else:
+        control, _ = lax.while_loop(lambda loop: loop[1].any(), free_some, loop)
     return state.with_control(
         control,
         is_ended=jnp.zeros_like(state.is_ended),
@@ -78,22 +94,30 @@ def finish(state: EngineState) -> EngineState:
     )
 
 
-def schedule(state: EngineState, options: Options) -> tuple[EngineState, PromptPieces]:
-    """Frees rows that ended, admits, and shares the budget among prompts."""
-    state = put_parts(admit(keep_computed(finish(state), options), options), options)
-    plan = plan_prompts(state, options)
+def schedule(state: EngineState, options: Options, num_next: int = 0) -> tuple[EngineState, PromptPieces]:
+    """Frees rows that ended, admits, and shares the budget among prompts; see `plan_prompts`."""
+    state = keep_computed(finish(state), options)
+    has_place = ~state.cache.is_active.all() & waits(state).any()
+    state = put_parts(run_if_due(has_place, lambda state: admit(state, options), state), options)
+    plan = plan_prompts(state, options, num_next)
     if state.parts is not None:  # what is computed again takes the budget of prompts
         num_tokens = jnp.where(state.parts.is_again.any(), 0, plan.num_tokens)
         plan = plan._replace(num_tokens=num_tokens)
     return state, plan
 
 
-def plan_prompts(state: EngineState, options: Options) -> PromptPieces:
-    """Cuts the prompts of running rows, without their last tokens, into the pieces of one step."""
+def plan_prompts(state: EngineState, options: Options, num_next: int = 0) -> PromptPieces:
+    """Cuts the prompts of running rows, without their last tokens, into the pieces of one step.
+
+    Windows hold what a row's pieces and `num_next` tokens after them read at once.
+    """
     num_pieces, piece_len = options.num_pieces, options.piece_len
     max_seqs, limit = state.cache.max_seqs, state.cache.config.query_len_limit
     order = rows_in_order(state, options)
-    most = state.cache.config.piece_len(min(limit, options.schedule.long_prefill_len or limit))
+    most = min(limit, options.schedule.long_prefill_len or limit)
+    if not all(group.span.keeps_all for group in state.cache.config.groups):
+        most = min(most, limit - num_next)
+    most = state.cache.config.piece_len(most) if most else 0
     want = jnp.clip(get_at(state.num_to_compute, order, 0) - 1, 0, most)
     num_wanted = quotient(want + piece_len - 1, piece_len)
     end = jnp.cumsum(num_wanted, dtype=jnp.int32)

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvcache_jax.arrays.masked_updates import add_at, first_true, get_at, run_if, set_at
-from kvcache_jax.attention.attention_plan import plan_attention
+from kvcache_jax.attention.attention_plan import each_alone, plan_attention
+from kvcache_jax.core.backends import run_if_due
 from kvcache_jax.core.state import Cache, Step
 from kvcache_jax.decoding.forward import Forward, width_of
 from kvcache_jax.decoding.prefill import padded_step
@@ -26,7 +27,7 @@ from kvcache_jax.engine.schedule import PromptPieces, is_unusual, schedule
 from kvcache_jax.engine.state import EngineState, count
 from kvcache_jax.operations.commit import commit_rows
 from kvcache_jax.operations.extend import extend
-from kvcache_jax.operations.reserve import extend_reserved, needs, num_free, reserve
+from kvcache_jax.operations.reserve import extend_reserved, lacks, needs, num_free, reserve
 from kvcache_jax.operations.rewrite import rewrite
 
 ProcessLogits = Callable[..., jax.Array]
@@ -45,6 +46,7 @@ class Prompts(NamedTuple):
 
     tokens: jax.Array
     step: Step
+    kept_len: jax.Array  # i32[max_seqs], tokens of each row before its pieces
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,31 +174,34 @@ def compute_again(model: Model, params: Any, state: EngineState, options: Option
 
 
 def make_room(
-    state: EngineState, options: Options, is_computing: jax.Array | None = None
+    state: EngineState, options: Options, kept_len: jax.Array | None = None
 ) -> tuple[EngineState, jax.Array]:
     """Forks samples of prompts that were computed, and reserves blocks for the rows' next tokens.
 
-    Masks the rows that go on without one, bool[max_seqs]. For rows that are `is_computing` bool[max_seqs] the
-    model is still to be called on the tokens that they have last.
+    Masks the rows that go on without one, bool[max_seqs]. The model is still to be called on the tokens of
+    rows from `kept_len` i32[max_seqs] on; by default on none.
     """
-    was_running = state.is_running
     state = make_room_for_next(fork_samples(state), options)
     state, is_stalled = preempt(state, options)
     if state.cache.config.has_states:
         is_stalled |= state.num_to_compute > 1
     wanted = ((state.num_to_compute > 0) & ~is_stalled).astype(jnp.int32)
-    if is_computing is not None:
-        # A copy of a block now would lack the tokens that are still to be computed.
+    if kept_len is not None:
+        # A copy of a block now would lack the tokens that are still to be computed, here or where it forked.
         copies = needs(state.cache.control, wanted, state.cache.config).copies.any(axis=0)
-        is_stalled |= copies & (is_computing | (state.is_running & ~was_running))
+        is_stalled |= copies & (kept_len < state.cache.context_len)
         wanted = jnp.where(is_stalled, 0, wanted)
-    return dataclasses.replace(state, cache=reserve(state.cache, wanted, 1)), is_stalled
+    # Where there are free blocks for all, and no copies, the step takes them itself.
+    control, keeper = state.cache.control, state.cache.config.keeper
+    is_due = lacks(state.cache, wanted) | ~jnp.asarray(keeper.is_settled(control))
+    cache = run_if_due(is_due, lambda cache: reserve(cache, wanted, 1, kept_len), state.cache)
+    return dataclasses.replace(state, cache=cache), is_stalled
 
 
 def reserve_next(
-    state: EngineState, is_stalled: jax.Array, options: Options
+    state: EngineState, is_stalled: jax.Array, options: Options, kept_len: jax.Array | None = None
 ) -> tuple[EngineState, jax.Array, Step]:
-    """Reserves slots for the next tokens i32[max_seqs, width] of running rows."""
+    """Reserves slots for the next tokens i32[max_seqs, width] of running rows; see `make_room`."""
     cache, config = state.cache, state.cache.config
     wanted = (state.num_to_compute > 0) & ~is_stalled
     tokens, num_new = next_tokens(state, wanted, options)
@@ -208,7 +213,7 @@ def reserve_next(
     need = needs(cache.control, num_new, config)
     fits = (jnp.cumsum(need.num_blocks, axis=1, dtype=jnp.int32) <= free[:, None]) | (need.num_blocks == 0)
     num_new = jnp.where(fits.all(axis=0) & ~need.copies.any(axis=0), num_new, 0)
-    cache, step = extend_reserved(cache, num_new, tokens)
+    cache, step = extend_reserved(cache, num_new, tokens, kept_len=kept_len)
     return dataclasses.replace(state, cache=cache), tokens, step
 
 
@@ -271,15 +276,15 @@ def _step_in_one_call(model: Model, params: Any, state: EngineState, options: Op
 
     def rare(carry: tuple) -> tuple:
         state, _, computed = carry
-        state, plan = schedule(state, options)
+        state, plan = schedule(state, options, options.width)
         state = compute_again(model, params, state, options)
+        kept_len = state.cache.context_len
         state, step = reserve_prompts(state, plan)
-        is_computing = set_at(none, jnp.where(plan.num_tokens > 0, plan.rows, none.size), True)
-        state, is_stalled = make_room(state, options, is_computing)
-        prompts = Prompts(plan.tokens, without_rows(state.cache, step, state.is_running))
+        state, is_stalled = make_room(state, options, kept_len)
+        prompts = Prompts(plan.tokens, without_rows(state.cache, step, state.is_running), kept_len)
         with jax.named_scope(WITH_PROMPTS):
             compute = functools.partial(_compute_all, model, params, prompts, options)
-            return run_if(is_computing.any(), compute, (state, is_stalled, computed))
+            return run_if((plan.num_tokens > 0).any(), compute, (state, is_stalled, computed))
 
     def is_left(carry: tuple) -> jax.Array:
         return carry[2].num_tokens[0] < 0
@@ -327,9 +332,10 @@ def _compute_next(model: Model, params: Any, options: Options, carry: Carry) -> 
 def _compute_all(model: Model, params: Any, prompts: Prompts, options: Options, carry: Carry) -> Carry:
     """Computes pieces of prompts and the rows' next tokens."""
     state, is_stalled, _ = carry
-    state, tokens, step = reserve_next(state, is_stalled, options)
+    state, tokens, step = reserve_next(state, is_stalled, options, prompts.kept_len)
     of_prompts = plan_attention(state.cache, prompts.step)
-    joined = join(state.cache, of_prompts, step)
+    # Few steps have prompts: that rows read shared columns together is not worth its part of the program.
+    joined = join(state.cache, of_prompts, each_alone(step))
     logits_at = jnp.arange(prompts.tokens.size, joined.positions.size, dtype=jnp.int32)
     all_tokens = jnp.concatenate([x.reshape(-1, 1) for x in (prompts.tokens, tokens)])
     logits, cache = model.call(

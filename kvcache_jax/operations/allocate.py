@@ -130,7 +130,8 @@ def allocate_rows(
 ) -> tuple[Control, Admission]:
     """Starts rows `seq_ids` i32[n] on the cached prefixes of their prompts and reserves the rest.
 
-    A caller that looked the prompts up in this state hands on the hits that it `found`.
+    A caller that looked the prompts up in this state hands on the hits that it `found`, for rows that it
+    knows to have blocks: by `required_blocks`, without those that an earlier row revives.
     """
     num_tokens = prompts.num_tokens
     hits, num_cached, junction = found or find_hits(control, prompts, config)
@@ -143,7 +144,9 @@ def allocate_rows(
         (num_tokens > config.max_seq_len, Status.TOO_LONG),
         (num_tokens > most, Status.BAD_LENGTH),
     )
-    control, ok = with_blocks(control, status == Status.OK, hits, num_new)
+    ok = status == Status.OK
+    if found is None:
+        control, ok = with_blocks(control, ok, hits, num_new)
     status = jnp.where((status == Status.OK) & ~ok, jnp.int32(Status.OUT_OF_BLOCKS), status)
     rows = jnp.where(ok, seq_ids, control.max_seqs)
     num_cached, junction = jnp.where(ok, num_cached, 0), jnp.where(ok, junction, 0)
@@ -255,8 +258,13 @@ def hold_and_take(
     return config.keeper.restore(control, rows, hits, held, config), held
 
 
-def find_hits(control: Control, prompts: Prompts, config: CacheConfig) -> Hits:
-    """Finds the cached blocks to start from."""
+def find_hits(
+    control: Control, prompts: Prompts, config: CacheConfig, read: prefix_index.ReadTokens | None = None
+) -> Hits:
+    """Finds the cached blocks to start from.
+
+    A caller that has the prompts' tokens elsewhere may `read` them from there as far as hits reach.
+    """
     if control.prefix_index is None:
         rows = prompts.num_tokens[:, None]
         nowhere = [
@@ -265,11 +273,17 @@ def find_hits(control: Control, prompts: Prompts, config: CacheConfig) -> Hits:
         ]
         return Hits(nowhere, *[jnp.zeros_like(prompts.num_tokens)] * 2)
 
-    def find(tokens, num_tokens, namespace, reuse, items):
-        assert control.prefix_index is not None
-        found = prefix_index.find_prefix(
-            control.prefix_index, control.hash_key, tokens, num_tokens, namespace
-        )
+    assert prompts.tokens is not None
+    found = prefix_index.find_prefixes(
+        control.prefix_index,
+        control.hash_key,
+        read or prefix_index.reader_of(prompts.tokens),
+        prompts.tokens.shape[1] // config.groups[config.indexed_group].block_size,
+        prompts.num_tokens,
+        prompts.namespace,
+    )
+
+    def find(found, tokens, num_tokens, namespace, reuse, items):
         found = jnp.where(reuse, found, control.block_pools[config.indexed_group].num_blocks)
         most = jnp.where(reuse, jnp.maximum(num_tokens - 1, 0), 0)
         columns = group_links.find_columns(control, found, config)
@@ -282,7 +296,7 @@ def find_hits(control: Control, prompts: Prompts, config: CacheConfig) -> Hits:
         return columns, num_cached, junction
 
     columns = prompts.tokens, prompts.num_tokens, prompts.namespace, prompts.reuse, prompts.items
-    return Hits(*jax.vmap(find)(*columns))
+    return Hits(*jax.vmap(find)(found, *columns))
 
 
 def required_blocks(control: Control, prompts: Prompts, hits: Hits, config: CacheConfig) -> list[jax.Array]:

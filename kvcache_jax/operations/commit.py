@@ -154,17 +154,19 @@ def commit_rows(
 
     def publish_some(state):
         control, is_cut, first = state
+        # A block that is published here is queued at its last release, which does not check for room. Within
+        # the loop, so that a step that publishes nothing waits for one loop and not for two.
+        pools = tuple(
+            block_pool.sweep_queue(pool, first == 0) if group.span.is_in_prefix else pool
+            for pool, group in zip(control.block_pools, config.groups, strict=True)
+        )
+        control = dataclasses.replace(control, block_pools=pools)
         batch = _batch_at(control, pending, first, is_cut, config)
         control, is_cut = _publish_batch(control, batch, is_cut, config)
         return control, is_cut, first + batch.is_entry.shape[0]
 
     is_cut = jnp.zeros_like(num_full, bool)
-    # A block that is published here is queued at its last release, which does not check for room.
-    pools = tuple(
-        block_pool.sweep_queue(pool, pending.num_blocks > 0) if group.span.is_in_prefix else pool
-        for pool, group in zip(control.block_pools, config.groups, strict=True)
-    )
-    state = dataclasses.replace(control, block_pools=pools), is_cut, pending.num_blocks & 0
+    state = control, is_cut, pending.num_blocks & 0
     control, *_ = lax.while_loop(lambda state: state[2] < pending.num_blocks, publish_some, state)
     if control.marks is not None:
         rows = jnp.where(status == Status.OK, rows, control.max_seqs)

@@ -139,7 +139,8 @@ def take_blocks(
 ) -> tuple[Control, dict[int, BlockCopies]]:
     """Gives back, evicts, takes and releases the blocks of a decided plan; the caller copies the contents.
 
-    A caller that knows of enough free blocks goes without the loops that look for more (`evicts=False`).
+    A caller that knows of enough free blocks goes without the loops that look for more (`evicts=False`). Of a
+    plan in which no row may copy there are no copies.
 
     All blocks that left windows are released before any is evicted. Originals of copies are released last, so
     that no block of the call is the place of another's copy.
@@ -156,7 +157,9 @@ def take_blocks(
         control = eviction.make_room(control, needs, config)
     pools, copies = list(control.block_pools), {}
     for g, group in config.row_groups.items():
-        pools[g], copies[g] = _take_group(pools[g], group, plan.groups[g], plan)
+        pools[g], new = _take_group(pools[g], group, plan.groups[g], plan)
+        if plan.may_copy:
+            pools[g], copies[g] = _release_originals(pools[g], new, plan.groups[g], plan)
     num_copies = sum((copied.num_copies for copied in copies.values()), start=jnp.int32(0))
     control = dataclasses.replace(
         control,
@@ -179,16 +182,24 @@ def _give_back(pool: BlockPool, planned: GroupPlan, plan: ExtendPlan) -> BlockPo
 
 def _take_group(
     pool: BlockPool, group: LayerGroup, planned: GroupPlan, plan: ExtendPlan
-) -> tuple[BlockPool, BlockCopies]:
-    """Takes the blocks of one group, and releases the originals of those that are copied."""
-    tokens, copies_tail = plan.tokens, planned.copies_tail
+) -> tuple[BlockPool, jax.Array]:
+    """Takes the blocks of one group; returns the new block of each token too, i32[tokens], or nowhere."""
+    tokens = plan.tokens
     is_new = planned.opens_block & tokens.spread(plan.grows, False)
-    # The copy takes the place of the block that the row's first new token goes into.
-    is_new |= tokens.spread(copies_tail, False) & (tokens.offset == 0)
+    if plan.may_copy:
+        # The copy takes the place of the block that the row's first new token goes into.
+        is_new |= tokens.spread(planned.copies_tail, False) & (tokens.offset == 0)
     pool, new = block_pool.take(pool, is_new)
     rows = jnp.where(is_new, tokens.spread(plan.seq_ids, 0), pool.block_table.shape[0])
     table = set_at(pool.block_table, (rows, quotient(plan.positions, group.block_size)), new)
+    return dataclasses.replace(pool, block_table=table), new
 
+
+def _release_originals(
+    pool: BlockPool, new: jax.Array, planned: GroupPlan, plan: ExtendPlan
+) -> tuple[BlockPool, BlockCopies]:
+    """Releases the originals of blocks that are copied, each to the block `new` of its row's first token."""
+    copies_tail = planned.copies_tail
     tails = jnp.where(copies_tail, planned.tail, pool.num_blocks)
     rank, num_copies = rank_true(copies_tail)
     place = jnp.where(copies_tail, rank, rank.shape[0])
@@ -196,10 +207,10 @@ def _take_group(
     nowhere = jnp.full_like(tails, pool.num_blocks)
     copied = BlockCopies(
         src=set_at(nowhere, place, tails),
-        dst=set_at(nowhere, place, tokens.first(new)),
+        dst=set_at(nowhere, place, plan.tokens.first(new)),
         num_copies=num_copies,
     )
-    return dataclasses.replace(block_pool.release(pool, tails), block_table=table), copied
+    return block_pool.release(pool, tails), copied
 
 
 def grow(control: Control, plan: ExtendPlan, config: CacheConfig) -> tuple[Control, Step]:
@@ -227,7 +238,7 @@ def grow(control: Control, plan: ExtendPlan, config: CacheConfig) -> tuple[Contr
         shift = tokens.spread(get_at(control.holes.num_dropped, plan.seq_ids, 0), 0)
         positions, shift = (positions + shift).reshape(tokens.shape), shift.reshape(tokens.shape)
     control = mark_used(control, rows, context_len=new_len)
-    if control.prefix_index is not None:
+    if control.prefix_index is not None and plan.may_copy:
         # A row that copied its last block no longer holds a published block after its full ones.
         copies_tail = plan.groups[config.indexed_group].copies_tail
         num_full = quotient(context_len, config.groups[config.indexed_group].block_size)
@@ -249,12 +260,12 @@ def grow(control: Control, plan: ExtendPlan, config: CacheConfig) -> tuple[Contr
 
 
 def record_tokens(
-    control: Control, tokens: jax.Array, step: Step, copied: BlockCopies, config: CacheConfig
+    control: Control, tokens: jax.Array, step: Step, copied: BlockCopies | None, config: CacheConfig
 ) -> Control:
     """Records the tokens of the indexed group's blocks; copied blocks hold the original's tokens."""
     index = control.prefix_index
     assert index is not None
-    block_tokens = copy_tokens(index.block_tokens, copied)
+    block_tokens = index.block_tokens if copied is None else copy_tokens(index.block_tokens, copied)
     slots, block_size = step.slots[config.indexed_group], block_tokens.shape[1]
     # By block and offset, for XLA would copy the array to see it flat.
     places = quotient(slots, block_size), remainder(slots, block_size)

@@ -105,10 +105,12 @@ class ExtendPlan:
     num_new: jax.Array  # i32[n], as the caller gave it
     tokens: NewTokens
     context_len: jax.Array  # i32[n], tokens before the call
+    kept_len: jax.Array  # i32[n], of these, the ones before all that windows must still serve
     positions: jax.Array  # i32[tokens], each token's place in its row
     status: jax.Array  # i32[n], OK or the reason why the row does not grow
     grows: jax.Array  # bool[n]
     groups: tuple[GroupPlan, ...]  # per layer group
+    may_copy: bool  # some row may have to copy its last block (static)
 
 
 def propose(
@@ -118,8 +120,14 @@ def propose(
     tokens: NewTokens,
     max_new: int,
     config: CacheConfig,
+    *,
+    kept_len: jax.Array | None = None,
+    may_copy: bool = True,
 ) -> tuple[Control, ExtendPlan]:
     """Plans for all rows that may grow; `seq_ids` None means all rows.
+
+    Windows keep what tokens from `kept_len` i32[n] on read, at most `context_len`, which is the default. A
+    caller that knows that no row has to copy its last block (`may_copy=False`) counts no owners.
 
     The control state has the same values: continue with it, not with the argument, so that XLA counts owners
     in place instead of copying the array.
@@ -144,7 +152,8 @@ def propose(
     )
     grows = (status == Status.OK) & (num_new > 0)
     positions = tokens.spread(context_len, 0) + tokens.offset
-    plan = ExtendPlan(seq_ids, num_new, tokens, context_len, positions, status, grows, ())
+    kept_len = context_len if kept_len is None else kept_len
+    plan = ExtendPlan(seq_ids, num_new, tokens, context_len, kept_len, positions, status, grows, (), may_copy)
     marks = None if control.marks is None else get_at(control.marks, seq_ids, 0)
     pools, groups = [], []
     for pool, group in zip(control.block_pools, config.groups, strict=True):
@@ -173,17 +182,19 @@ def _propose_group(
     has_tail = plan.grows & group.tail_column(plan.context_len)[1]
     tail = jnp.where(has_tail, tokens.first(entries), nowhere)
     is_published = block_pool.is_published(pool, tail)
-    # A writer copies while its block has another owner. If every owner writes, the last one writes in place.
-    # Each count down is undone at once: a proposal changes no owner, and `decide` may still refuse the row.
-    ref_count, is_last_owner = count_down(pool.ref_count, tail)
-    ref_count = add_at(ref_count, tail, 1)
-    copies_tail = has_tail & (is_published | ~is_last_owner)
+    ref_count, copies_tail = pool.ref_count, jnp.zeros_like(has_tail)
+    if plan.may_copy:
+        # A writer copies while its block has another owner. If every owner writes, the last one writes in
+        # place. Each count down is undone at once: a proposal changes no owner, and may still be refused.
+        ref_count, is_last_owner = count_down(ref_count, tail)
+        ref_count = add_at(ref_count, tail, 1)
+        copies_tail = has_tail & (is_published | ~is_last_owner)
 
     num_leaving = min(
         group.span.max_leaving_blocks(config.query_len_limit, block_size), pool.max_blocks_per_seq
     )
     # A window keeps the tokens that it reads after `max_rollback` fewer, so that `truncate` can return there.
-    first_kept = group.first_column(plan.context_len, group.max_rollback)
+    first_kept = group.first_column(plan.kept_len, group.max_rollback)
     old_columns = first_kept[:, None] - 1 - jnp.arange(num_leaving, dtype=jnp.int32)[None]
     leaving = get_at(pool.block_table, (rows[:, None], old_columns), nowhere)
     # Sinks never leave a window.

@@ -15,7 +15,13 @@ from kvcache_jax.blocks import block_pool, storage
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import BlockCopies, Cache, Control, Step
 from kvcache_jax.operations.extend import copy_tokens, grow, record_tokens, take_blocks
-from kvcache_jax.operations.extend_plan import ExtendPlan, decide, packed_tokens, padded_tokens, propose
+from kvcache_jax.operations.extend_plan import (
+    ExtendPlan,
+    packed_tokens,
+    padded_tokens,
+    propose,
+    required_blocks,
+)
 from kvcache_jax.operations.rows import RowNeeds, needs_of
 
 
@@ -45,16 +51,25 @@ def num_available(control: Control) -> jax.Array:
     return jnp.stack([block_pool.num_available(pool) for pool in control.block_pools])
 
 
-def reserve(cache: Cache, num_new: jax.Array, max_new: int) -> Cache:
+def lacks(cache: Cache, num_new: jax.Array) -> jax.Array:
+    """Tests whether rows lack free blocks, or must copy, for `num_new` i32[max_seqs] tokens, bool[]."""
+    need = needs(cache.control, num_new, cache.config)
+    return (jnp.sum(need.num_blocks, axis=1) > num_free(cache.control)).any() | need.copies.any()
+
+
+def reserve(cache: Cache, num_new: jax.Array, max_new: int, kept_len: jax.Array | None = None) -> Cache:
     """Takes the blocks for an `extend_reserved` of `num_new` i32[max_seqs] tokens, at most `max_new` each.
 
-    Blocks are evicted and taken, and last blocks that are shared or published are copied. A row for which
-    blocks do not suffice, in the order of rows, is as it was. Lengths stay.
+    Blocks are evicted and taken, and last blocks that are shared or published are copied. Nothing is done
+    where blocks do not suffice for all: the caller chooses the rows. Lengths stay. For `kept_len` see
+    `propose`.
     """
     config, control = cache.config, cache.control
     tokens = padded_tokens(control.max_seqs, max_new)
-    control, plan = propose(control, None, num_new, tokens, max_new, config)
-    control, plan = decide(control, plan, config)
+    control, plan = propose(control, None, num_new, tokens, max_new, config, kept_len=kept_len)
+    fits = (required_blocks(plan) <= num_available(control)).all()
+    groups = tuple(group._replace(copies_tail=group.copies_tail & fits) for group in plan.groups)
+    plan = dataclasses.replace(plan, grows=plan.grows & fits, groups=groups)
     control, copies = take_blocks(control, plan, config)
     if control.prefix_index is not None:
         control = _note_copies(control, plan, copies[config.indexed_group], config)
@@ -75,23 +90,27 @@ def _note_copies(control: Control, plan: ExtendPlan, copied: BlockCopies, config
 
 
 def extend_reserved(
-    cache: Cache, num_new: jax.Array, tokens: jax.Array, seq_ids: jax.Array | None = None
+    cache: Cache,
+    num_new: jax.Array,
+    tokens: jax.Array,
+    seq_ids: jax.Array | None = None,
+    kept_len: jax.Array | None = None,
 ) -> tuple[Cache, Step]:
     """Extends rows like `extend`, without a loop, where they lack no more blocks than there are free.
 
     No row may have to copy. `tokens` is i32[max_seqs, max_new]; or i32[num_tokens], packed, with `seq_ids`.
+    For `kept_len` see `propose`.
     """
     config, control = cache.config, cache.control
     is_packed = seq_ids is not None
     layout = packed_tokens(num_new, tokens.size) if is_packed else padded_tokens(*tokens.shape)
     most = min(tokens.shape[-1], config.query_len_limit)
-    control, plan = propose(control, seq_ids, num_new, layout, most, config)
-    # A constant mask, so that XLA drops the copies from the program: no row copies here.
-    groups = tuple(group._replace(copies_tail=group.copies_tail & False) for group in plan.groups)
-    plan = dataclasses.replace(plan, groups=groups)
-    control, copies = take_blocks(control, plan, config, evicts=False)
+    control, plan = propose(
+        control, seq_ids, num_new, layout, most, config, kept_len=kept_len, may_copy=False
+    )
+    control, _ = take_blocks(control, plan, config, evicts=False)
     control, step = grow(control, plan, config)
     if control.prefix_index is not None:
-        control = record_tokens(control, tokens, step, copies[config.indexed_group], config)
+        control = record_tokens(control, tokens, step, None, config)
     cache = dataclasses.replace(cache, control=control)
     return cache, plan_attention(cache, step) if cache.pools else step

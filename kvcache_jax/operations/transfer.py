@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -346,12 +346,19 @@ def _look_up(
     nowhere, block_size = index.block_tokens.shape
     num, width = tokens.shape
     order = jnp.arange(num, dtype=jnp.int32)
+    chain = prefix_index.find_prefixes(
+        index,
+        control.hash_key,
+        prefix_index.reader_of(tokens),
+        width // block_size,
+        num_tokens + 1,
+        namespace,
+    )
 
-    def look_up(tokens: jax.Array, num_tokens: jax.Array, namespace: jax.Array) -> Any:
-        chain = prefix_index.find_prefix(index, control.hash_key, tokens, num_tokens + 1, namespace)
-        return chain, *prefix_index.prefix_blocks(control.hash_key, tokens, namespace, block_size)
+    def hashed(tokens: jax.Array, namespace: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return prefix_index.prefix_blocks(control.hash_key, tokens, namespace, block_size)
 
-    chain, blocks, hashes = jax.vmap(look_up)(tokens, num_tokens, namespace)
+    blocks, hashes = jax.vmap(hashed)(tokens, namespace)
     is_length = (num_tokens >= 0) & (num_tokens <= width) & (remainder(num_tokens, block_size) == 0)
     is_entry = is_length & (num_tokens > 0)
     column = quotient(jnp.maximum(num_tokens, block_size), block_size) - 1

@@ -5,6 +5,7 @@ where to look: a block counts as found when its tokens, its parent and its names
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -19,9 +20,14 @@ from kvcache_jax.arrays.masked_updates import (
     remainder,
     set_at,
 )
+from kvcache_jax.arrays.sharding import as_varied
+from kvcache_jax.core.backends import by_platform
 from kvcache_jax.core.state import PrefixIndex
 from kvcache_jax.prefix import block_metadata
 from kvcache_jax.prefix.content_hash import block_hashes, root_hash
+
+_TOKENS_ON_CPUS = 256
+"""Of a prompt, hashed and looked for at once."""
 
 
 class Content(NamedTuple):
@@ -60,22 +66,86 @@ def matches(index: PrefixIndex, block_ids: jax.Array, content: Content) -> jax.A
     return is_same & (get_at(index.namespace, block_ids) == namespace).all(axis=-1)
 
 
-def find_prefix(
-    index: PrefixIndex, hash_key: jax.Array, tokens: jax.Array, num_tokens: jax.Array, namespace: jax.Array
-) -> jax.Array:
-    """Finds the longest published prefix of a prompt, in whole blocks, at least one token short of it.
+ReadTokens = Callable[[jax.Array, int], jax.Array]
+"""`(first i32[], num) -> i32[n, num]`: so many tokens of prompts from a place on, any behind their ends."""
 
-    The prompt is the first `num_tokens` i32[] of `tokens` i32[P]. Returns i32[P // block_size] block ids,
-    nowhere from the first miss on.
+
+def reader_of(tokens: jax.Array) -> ReadTokens:
+    """Makes a reader of `tokens` i32[n, P]."""
+
+    def read(first: jax.Array, num: int) -> jax.Array:
+        return get_at(tokens.T, first + jnp.arange(num, dtype=jnp.int32)).T
+
+    return read
+
+
+def find_prefixes(
+    index: PrefixIndex,
+    hash_key: jax.Array,
+    read: ReadTokens,
+    num_columns: int,
+    num_tokens: jax.Array,
+    namespace: jax.Array,
+) -> jax.Array:
+    """Finds the longest published prefix of prompts, in whole blocks, at least one token short of each.
+
+    On CPUs a prompt is read and hashed no further than its hits reach, on accelerators at once.
+
+    Args:
+      index: The index.
+      hash_key: u32[2], of the cache.
+      read: Reads the prompts' tokens.
+      num_columns: Blocks of a prompt that are looked for.
+      num_tokens: i32[n], lengths of the prompts.
+      namespace: u32[n, 4].
+
+    Returns:
+      i32[n, num_columns] block ids, nowhere from the first miss on.
     """
     nowhere, block_size = index.block_tokens.shape
-    blocks, hashes = prefix_blocks(hash_key, tokens, namespace, block_size)
-    order = jnp.arange(blocks.shape[0], dtype=jnp.int32)
-    found = candidates(index, index.buckets[bucket_of(index, hashes)], hashes)
-    parents = jnp.concatenate([jnp.full(1, nowhere, jnp.int32), found[:-1]])
-    is_hit = matches(index, found, Content(blocks, hashes, parents, namespace))
-    is_hit &= order < quotient(jnp.maximum(num_tokens - 1, 0), block_size)
-    return jnp.where(jnp.cumsum(~is_hit) == 0, found, nowhere)
+    most = max(_TOKENS_ON_CPUS // block_size, 1)
+    num_at_once = min(by_platform(cpu=most, accelerator=num_columns), num_columns)
+    num_whole = quotient(jnp.maximum(num_tokens - 1, 0), block_size)
+    order = jnp.arange(num_at_once, dtype=jnp.int32)
+
+    def find_some(search: _Search) -> _Search:
+        first, found, before, parent, _ = search
+        blocks = read(first * block_size, num_at_once * block_size).reshape(-1, num_at_once, block_size)
+        places = lax.broadcast_in_dim((first + order) * block_size, blocks.shape[:2], (1,))
+        added = block_hashes(hash_key, blocks, places)
+        hashes = before[:, None] + jnp.cumsum(added, axis=1, dtype=jnp.uint32)
+        ids = candidates(index, index.buckets[bucket_of(index, hashes)], hashes)
+        parents = jnp.concatenate([parent[:, None], ids[:, :-1]], axis=1)
+        is_hit = matches(index, ids, Content(blocks, hashes, parents, namespace[:, None]))
+        is_hit &= (first + order)[None] < num_whole[:, None]
+        is_hit = (jnp.cumsum(~is_hit, axis=1) == 0) & search.goes_on[:, None]
+        found = lax.dynamic_update_slice(found, jnp.where(is_hit, ids, nowhere), (first & 0, first))
+        return _Search(first + num_at_once, found, hashes[:, -1], ids[:, -1], is_hit[:, -1])
+
+    num_padded = num_columns + -num_columns % max(num_at_once, 1)
+    nothing = jnp.full_like(num_tokens, nowhere)
+    found = jnp.full_like(num_tokens, nowhere, shape=(nothing.size, num_padded))
+    root = root_hash(hash_key, namespace)
+    search = _Search(jnp.int32(0), found, root, nothing, jnp.ones_like(num_tokens, bool))
+    if num_at_once == num_columns:
+        return find_some(search).found if num_columns else found
+
+    search = as_varied(search, (index, read(search.first, 1)))
+
+    def is_left(search: _Search) -> jax.Array:
+        return (search.goes_on & (search.first < num_whole)).any()
+
+    return lax.while_loop(is_left, find_some, search).found[:, :num_columns]
+
+
+class _Search(NamedTuple):
+    """A look at some blocks after the other."""
+
+    first: jax.Array  # i32[], column to look at next
+    found: jax.Array  # i32[n, any]
+    before: jax.Array  # u32[n, 2], hashes of the tokens before it
+    parent: jax.Array  # i32[n], the block before it, or nowhere
+    goes_on: jax.Array  # bool[n], all blocks so far were found
 
 
 def prefix_blocks(

@@ -87,11 +87,13 @@ class Limits:
 
     Attributes:
       launches: Kernels, copies and library calls.
+      waits: Loops that a step waits for, the one around it included, as XLA runs it by default.
       num_driven: Loops and branches that the host drives where CUDA graphs take loops in.
       traffic: Bytes read and written, in times of the weights, without those that attention reads of pools.
     """
 
     launches: int
+    waits: int = 2
     num_driven: int = 0
     traffic: float = 1.1
 
@@ -177,9 +179,9 @@ STEPS = (
     _OWN(SINGLE, limits=Limits(launches=257)),
     _GENERATE(STACK),
     _GENERATE(SINGLE, limits=Limits(launches=300)),
-    _ENGINE(STACK),
-    _ENGINE(SINGLE, limits=Limits(launches=324)),
-    _PROMPTS(SINGLE, limits=Limits(launches=539, traffic=1.75)),
+    _ENGINE(STACK, limits=Limits(launches=503, waits=4, num_driven=6, traffic=2.7)),
+    _ENGINE(SINGLE, limits=Limits(launches=309, waits=4)),
+    _PROMPTS(SINGLE, limits=Limits(launches=504, waits=10, traffic=1.75)),
 )
 
 
@@ -269,6 +271,7 @@ def failures(cost: StepCost, limits: Limits | None) -> list[str]:
         f"{value:,} {what}, at most {most:,}"
         for value, what, most in (
             (cost.launches, "launches", limits.launches),
+            (cost.waits, "waits", limits.waits),
             (cost.num_driven, "loops and branches driven by the host", limits.num_driven),
             (round(cost.traffic, 3), "times the weights moved", limits.traffic),
         )

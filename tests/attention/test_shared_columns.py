@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import kvcache_jax as kv
-from kvcache_jax.attention.attention_plan import find_shared, plan_rows
+from kvcache_jax.attention.attention_plan import each_alone, find_shared, plan_rows
+from kvcache_jax.decoding import loop
 from tests.support import tiny_model
 from tests.support.attention_driver import AttentionDriver, fragment
 
@@ -239,6 +240,34 @@ def test_rows_read_their_own_where_sharing_has_no_use_or_no_meaning(why):
 
 PROMPT = np.random.default_rng(1).integers(0, tiny_model.VOCAB, 150).tolist()
 DRAWN = dict(num_blocks=80, block_size=BLOCK, max_seqs=6, max_seq_len=200)
+
+
+def test_generate_looks_for_columns_in_common_where_rows_may_have_some(monkeypatch):
+    """Samples of a prompt and hits of prefixes have; other prompts are decoded by a smaller program."""
+
+    class DecodedError(Exception):
+        """With the argument in question."""
+
+    def decode(*_, may_share, **__):
+        raise DecodedError(may_share)
+
+    monkeypatch.setattr(loop, "decode", decode)
+    params, sizes = tiny_model.make_params(), dict(num_blocks=8, block_size=BLOCK, max_seqs=4, max_seq_len=64)
+    for num_samples, has_index in ((1, False), (2, False), (1, True)):
+        config = tiny_model.config(**sizes, enable_prefix_caching=has_index)
+        with pytest.raises(DecodedError) as found:
+            kv.generate(
+                tiny_model.forward, params, [[1, 2]], config, max_new_tokens=2, num_samples=num_samples
+            )
+        assert found.value.args == (num_samples > 1 or has_index,)
+
+
+def test_a_step_of_rows_that_share_nothing_is_planned_without():
+    def plans(cache):
+        return each_alone(kv.extend(cache, [1] * 24, max_new=1)[1]).plans
+
+    cache = jax.eval_shape(lambda: kv.init(kv.CacheConfig([FULL], **SIZES)))
+    assert jax.eval_shape(plans, cache)[0].shared is None
 
 
 @pytest.mark.slow

@@ -45,7 +45,7 @@ def expected_of(state, slots, prompts, hits):
 @pytest.mark.parametrize("at_once", [4, 64])
 def test_who_waits_for_blocks_of_others(monkeypatch, at_once):
     """Prompts that share their first tokens, at all stages of their computation, in two namespaces."""
-    monkeypatch.setattr(admit, "_COMPARED_AT_ONCE", at_once)
+    monkeypatch.setattr(admit, "_COMPARED_ON_CPUS", at_once)
     engine, num_found = make_engine(), 0
 
     @jax.jit

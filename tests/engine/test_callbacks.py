@@ -50,7 +50,9 @@ def model(params, tokens, cache, step, logits_at=None):
 
 @pytest.fixture
 def engine():
-    return kv.Engine(model, make_params(), config(num_blocks=11), **SIZES)
+    """With a window beside, that holds a step's tokens of a row and no more."""
+    sizes = config(num_layers=2, num_blocks=14, max_query_len=6)
+    return kv.Engine(model, make_params(), sizes, **SIZES)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -66,7 +68,7 @@ def test_a_step_calls_the_model_once(engine, seed):
     assert counts[COUNT.GENERATED_TOKENS] > counts[COUNT.STEPS]  # else no row decoded beside another's prompt
     for request in requests:
         for i in range(request.num_samples):
-            assert said[request.id, i][0] == decode_alone(request, sample_id=i)[0]
+            assert said[request.id, i][0] == decode_alone(request, num_layers=2, sample_id=i)[0]
 
 
 def test_an_error_of_a_callback_names_itself_and_ends_no_request(engine):
@@ -92,7 +94,7 @@ def test_an_error_of_a_callback_names_itself_and_ends_no_request(engine):
         engine.reset()
         note(said, engine)
     assert programs == []
-    expect(said, [*requests, ask([9], 3, "late")])
+    expect(said, [*requests, ask([9], 3, "late")], num_layers=2)
     after = engine.figures().counts
     assert all(0 <= after[counter] - before[counter] < 1000 for counter in before)
     check_idle(engine)
@@ -115,6 +117,6 @@ def test_a_callback_raises_at_every_step_of_200_requests_in_turn(engine):
             engine.reset()
         check_state(engine.state)
         note(said, engine.take_events())
-    expect(said, requests)
+    expect(said, requests, num_layers=2)
     check_idle(engine)
     assert num_failures > 40

@@ -11,6 +11,7 @@ import pytest
 import kvcache_jax as kv
 from kvcache_jax.attention.attention_plan import plan_attention
 from kvcache_jax.engine.joined_step import can_join, join, without_rows
+from kvcache_jax.operations.reserve import extend_reserved
 from tests.engine.exact_model import config, forward, make_params
 
 
@@ -24,14 +25,17 @@ def test_a_model_of_another_width_is_refused():
         engine.compile()
 
 
-def test_windows_and_models_that_do_not_ask_take_two_calls():
+def test_states_and_models_that_do_not_ask_take_two_calls():
     """A model that reads the cache by itself would not see what its own call stores."""
 
     def own_attention(params, tokens, cache, step):
         return forward(params, tokens, cache, step)
 
     assert can_join(config(), forward) and can_join(config(), kv.decoding.PreparedForward(forward, tuple))
-    assert not can_join(config(num_layers=2), forward) and not can_join(config(), own_attention)
+    assert can_join(config(num_layers=2), forward) and not can_join(config(), own_attention)
+    states = kv.GatedDeltaNet(num_kv_heads=1, head_dim=4, key_dim=4)
+    with_states = kv.CacheConfig([kv.FullAttention(1, 8), states], max_seqs=2, max_seq_len=32)
+    assert not can_join(with_states, forward)
 
 
 @functools.partial(jax.jit, static_argnames="is_joined")
@@ -76,3 +80,32 @@ def test_attention_of_parts_is_as_by_themselves():
     with pytest.raises(ValueError, match="scores got a step of several parts, .* no parameter logits_at"):
         kv.attention_scores(cache, 0, arrays[0][1], join(cache, *steps))
     assert np.isneginf(joined[1][:3]).all() and np.isfinite(joined[1][3:5]).all()
+
+
+def test_a_window_keeps_what_pieces_read_while_the_next_token_gets_its_place():
+    """Beside a row of a piece alone, one of a piece and the token after it, as in two calls."""
+    layer = kv.SlidingWindow(2, 8, window=5)
+    sizes = dict(num_blocks=20, block_size=4, max_seqs=2, max_seq_len=40, max_query_len=8)
+    cache, _ = kv.allocate(kv.init(kv.CacheConfig([layer], **sizes)), [0, 1], [20, 20])
+    rng = np.random.default_rng(0)
+
+    def random(*shape):
+        return jnp.asarray(rng.standard_normal(shape).astype(np.float32))
+
+    for num_new in ([8, 7], [3, 0]):
+        cache, step = kv.extend(cache, num_new, max_new=8)
+        cache = kv.write(cache, 0, random(2, 8, 2, 8), random(2, 8, 2, 8), step)
+    arrays = [(random(2, 6, heads, 8), random(2, 1, heads, 8)) for heads in (4, 2, 2)]
+    kept_len, (pieces, following) = cache.control.context_len, zip(*arrays, strict=True)
+    cache, of_pieces = kv.extend(cache, [6, 2], max_new=6)
+    apart, first = kv.attention(cache, 0, *pieces, of_pieces)
+    apart, step = kv.extend(apart, [1, 0], max_new=1)
+    _, second = kv.attention(apart, 0, *following, step)
+    cache, step = extend_reserved(
+        cache, jnp.array([1, 0], jnp.int32), jnp.zeros((2, 1), jnp.int32), kept_len=kept_len
+    )
+    steps = [dataclasses.replace(each, plans=()) for each in (of_pieces, step)]
+    found, _ = _attended(cache, steps, arrays, is_joined=True)
+    expected = jnp.concatenate([first.reshape(-1, 4, 8), second.reshape(-1, 4, 8)])
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    assert (np.abs(expected).max(axis=(1, 2)) > 0).tolist() == [True] * 8 + [False] * 4 + [True, False]
