@@ -1,8 +1,8 @@
 """Question: what does a decoder say, and what does its cache do meanwhile?
 
 Command: python -m experiments.decode [PROMPT ...] [--samples N | --beams N] [--speculative K] [--greedy]
-         [--checkpoint DIR] [--prompts FILE] [--picture out.png] [--json]; --help lists the others
-         python -m experiments.decode --map [--picture out.png]     a small cache, step by step
+         [--checkpoint DIR] [--prompts FILE] [--json]; --help lists the others
+         python -m experiments.decode --map     a small cache, step by step
 Answer:  text while it is decoded, figures, and who held which block when: samples share their prompt.
 
 Prompts are arguments, the lines of a file or standard input, or two of our own. What is wrong with the input
@@ -34,7 +34,7 @@ from experiments.decode import view as decode_view
 from kvcache_jax.core.config import format_bytes
 from kvcache_jax.core.describe import control_bytes
 from models import checkpoint
-from models.decoder import Decoder, cache_config, forward
+from models.decoder import Decoder, forward
 from models.tokenizer import Tokenizer
 
 
@@ -45,7 +45,6 @@ class Job:
     options: argparse.Namespace
     decoder: Decoder
     tokenizer: Tokenizer
-    draft: kv.Draft | None
     prompts: list[str]
     tokens: list[list[int]]
     config: kv.CacheConfig
@@ -81,9 +80,8 @@ def prepare(options: argparse.Namespace) -> Job:
     tokenizer = checkpoint.load_tokenizer(options.checkpoint)
     tokens = decode_options.encode(prompts, tokenizer, decoder.config)
     config = decode_options.plan(options, decoder.config, tokens)
-    draft = _load_draft(options, decoder, config) if options.draft else None
-    _check_memory(options, config, decoder, draft)
-    return Job(options, decoder, tokenizer, draft, prompts, tokens, config)
+    _check_memory(options, config, decoder)
+    return Job(options, decoder, tokenizer, prompts, tokens, config)
 
 
 def _load(options: argparse.Namespace, folder: Path) -> Decoder:
@@ -99,24 +97,9 @@ def _load(options: argparse.Namespace, folder: Path) -> Decoder:
     return checkpoint.load(folder, dtype=dtype or ("float32" if jax.default_backend() == "cpu" else None))
 
 
-def _load_draft(options: argparse.Namespace, decoder: Decoder, config: kv.CacheConfig) -> kv.Draft:
-    model = _load(options, options.draft)
-    if model.config.vocab_size != decoder.config.vocab_size:
-        raise InputError(
-            f"--draft {options.draft} has {model.config.vocab_size} tokens, "
-            f"expected the model's {decoder.config.vocab_size}"
-        )
-    names = "block_size", "max_seqs", "max_seq_len", "max_query_len", "num_blocks"
-    sizes = {name: getattr(config, name) for name in names}
-    return kv.Draft(forward, model, cache_config(model.config, max_rollback=options.speculative, **sizes))
-
-
-def _check_memory(
-    options: argparse.Namespace, config: kv.CacheConfig, decoder: Decoder, draft: kv.Draft | None
-) -> None:
+def _check_memory(options: argparse.Namespace, config: kv.CacheConfig, decoder: Decoder) -> None:
     """Before anything is made: a CPU hands out memory that it does not have, and ends the process later."""
-    caches = [config, *([draft.config] if draft else [])]
-    need = sum(kv.memory_bytes(cache) + control_bytes(cache) for cache in caches)
+    need = kv.memory_bytes(config) + control_bytes(config)
     # The logits of a piece, the largest of what else grows with the rows; tokens and their log-probabilities.
     need += 4 * (config.query_len_limit + config.max_seqs) * decoder.config.vocab_size
     need += 8 * config.max_seqs * config.max_seq_len
@@ -139,8 +122,6 @@ def _free_bytes() -> int | None:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 return 1024 * int(line.split()[1])
-    with contextlib.suppress(AttributeError, ValueError, OSError):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return None
 
 
@@ -198,12 +179,11 @@ def generate(
             temperature=options.temperature,
             top_k=options.top_k,
             top_p=options.top_p,
-            min_p=options.min_p,
             seed=options.seed,
         ),
         stop_tokens=job.tokenizer.stop_tokens,
         stop_strings=kv.decoding.StopStrings(options.stop, job.text),
-        drafts=kv.decoding.Drafts(options.speculative, job.draft) if options.speculative else None,
+        drafts=kv.decoding.Drafts(options.speculative) if options.speculative else None,
         prefill_len=decode_options.PREFILL_LEN,
         watch=watch,
     )
@@ -234,9 +214,8 @@ def decode(job: Job, view: decode_view.View) -> Outcome:
 
         return note
 
-    with view.compiling():
-        seconds = warm_up(job)
     with view:
+        seconds = warm_up(job)
         if job.options.beams:
             found = search(job, job.tokens, kv.decoding.Watch(None, noting(view.on_beams), 8))
             return Outcome(found.beams, found, check_ins, seconds)
@@ -296,17 +275,14 @@ def _peak_process_bytes() -> int:
 def settings(job: Job) -> dict[str, Any]:
     """What the run depends on."""
     options, device = job.options, jax.local_devices()[0]
-    names = "max_new stop samples beams speculative greedy temperature top_k top_p min_p seed block_size"
+    names = "max_new stop samples beams speculative greedy temperature top_k top_p seed block_size"
     return {
         "checkpoint": str(options.checkpoint),
-        "draft": str(options.draft) if options.draft else None,
         **{name: getattr(options, name) for name in names.split()},
         "num_blocks": job.config.num_blocks,
         "rows": job.config.max_seqs,
         "max_seq_len": job.config.max_seq_len,
-        "implementation": job.config.implementation,
         "dtype": str(np.dtype(job.decoder.config.dtype)),
-        "cache_dtype": str(np.dtype(job.config.dtype)),
         "device": device.device_kind,
         "platform": device.platform,
         "jax": jax.__version__,
@@ -354,7 +330,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if options.map:
             decode_options.check(options)
-            return block_map_demo.run(color, options.picture)
+            return block_map_demo.run(color)
         job = prepare(options)
         view = decode_view.View() if options.json else make_view(job, color)
         outcome = decode(job, view)
@@ -367,10 +343,6 @@ def main(arguments: list[str] | None = None) -> int:
     else:
         decode_view.show_figures(figures(job, outcome), color)
         print(timeline.timeline_text(outcome.check_ins, job.config, color))
-    if options.picture:
-        timeline.draw_timeline(outcome.check_ins, job.config, options.picture)
-        if not options.json:
-            print(f"\nwrote {options.picture}")
     reasons = [c.finish_reason for samples in outcome.continuations for c in samples]
     if "nan_logits" in reasons:
         parser.fail(

@@ -1,21 +1,20 @@
-"""Who held which block when: the timeline of `kv.generate` and `kv.beam_search` as text and as a picture."""
+"""Who held which block when: the timeline of `kv.generate` and `kv.beam_search` as text."""
 
 import itertools
 import shutil
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
 import kvcache_jax as kv
-from kvcache_jax.inspect.block_view import is_bright, row_color, row_glyph, row_rgb
+from kvcache_jax.inspect.block_view import is_bright, row_color, row_glyph
 from kvcache_jax.layers.layer_group import LayerGroup
 
-MAX_CHECK_INS, MAX_BLOCKS, MAX_ROWS = 20, 100, 16
-"""Lines of the text, blocks in a line, rows in the picture's legend."""
+MAX_CHECK_INS, MAX_BLOCKS = 20, 100
+"""Lines of the text, blocks in a line."""
 _GREY, _SHARED = "38;5;245", "1;38;5;231;48;5;240"
-_FREE, _SHARED_BLOCK = -1, -2  # also the places of their colours
+_FREE, _SHARED_BLOCK = -1, -2
 
 
 def owners(block_table: np.ndarray, num_blocks: int) -> np.ndarray:
@@ -76,53 +75,3 @@ def _title(group: LayerGroup) -> str:
         f"{group.kind.label} x {group.num_layers} layer{'s' * (group.num_layers > 1)}: "
         f"{group.num_blocks:,} blocks of {group.block_size} tokens"
     )
-
-
-def draw_timeline(timeline: Sequence[kv.decoding.Snapshot], config: kv.CacheConfig, path: Path) -> None:
-    """Writes a picture: blocks used and referenced above, each layer group's blocks by owner below."""
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
-    num_groups, num_check_ins = len(config.groups), len(timeline)
-    figure = Figure(figsize=(9, 2.5 + 4.5 * num_groups), layout="constrained")
-    chart, *maps = figure.subplots(
-        1 + num_groups, 1, sharex=True, height_ratios=[1.5, *[4.0] * num_groups], squeeze=False
-    )[:, 0]
-    at = np.arange(num_check_ins)
-    used = np.array([check_in.num_blocks_used for check_in in timeline])
-    refs = np.array([check_in.num_refs for check_in in timeline])
-    chart.step(at, refs, where="mid", color="0.5", linestyle="--", label="without sharing")
-    chart.step(at, used, where="mid", color="black", label="used")
-    chart.fill_between(at, used, refs, step="mid", color="0.85", label="saved by sharing")
-    chart.set(ylabel="blocks", ylim=(0, None))
-    chart.legend(fontsize=8, frameon=False, ncols=3, loc="lower right")
-    chart.spines[["top", "right"]].set_visible(False)
-
-    rows: set[int] = set()
-    for group_id, (ax, group) in enumerate(zip(maps, config.groups, strict=True)):
-        held = np.stack(
-            [owners(check_in.block_tables[group_id], group.num_blocks) for check_in in timeline], axis=1
-        )
-        rows |= set(held[held >= 0].tolist())
-        colors = np.array([row_rgb(row) for row in range(config.max_seqs)] + [(0.25,) * 3, (1.0,) * 3])
-        edges = {"edgecolor": "white", "linewidth": 0.4} if held.size <= 10_000 else {}
-        ax.pcolormesh(
-            np.arange(num_check_ins + 1) - 0.5, np.arange(group.num_blocks + 1), colors[held], **edges
-        )
-        ax.set(ylabel="block", ylim=(group.num_blocks, 0))
-        ax.set_title(_title(group), fontsize=9, loc="left")
-    for ax in (chart, *maps):
-        ax.yaxis.get_major_locator().set_params(integer=True)
-    # Prompts are computed without a decode step: of check-ins at the same one the first is labelled.
-    steps = [check_in.num_steps for check_in in timeline]
-    ticks = [i for i in at.tolist() if not i or steps[i] != steps[i - 1]]
-    ticks = ticks[:: -(-len(ticks) // 16)]
-    maps[-1].set_xticks(ticks, [f"{steps[i]:,}" for i in ticks])
-    maps[-1].set_xlabel("decode steps at each check-in of the host")
-    keys = [Patch(facecolor=row_rgb(row), label=f"row {row}") for row in sorted(rows)[:MAX_ROWS]]
-    if len(rows) > MAX_ROWS:
-        keys.append(Patch(visible=False, label=f"and {len(rows) - MAX_ROWS:,} rows"))
-    keys.append(Patch(facecolor="0.25", label="shared by rows"))
-    keys.append(Patch(facecolor="white", edgecolor="0.8", label="free"))
-    figure.legend(handles=keys, loc="outside lower center", ncols=9, fontsize=8, frameon=False)
-    figure.savefig(path, dpi=150)

@@ -40,12 +40,8 @@ NUM_COMPARED = 4
 def main(arguments: list[str] | None = None) -> int:
     parser = command.Parser("experiments.evaluate", __doc__)
     command.add_data_folder(parser, "text/, see experiments/evaluate/items.py")
-    parser.add_argument(
-        "--items", type=command.integer(1), default=20, metavar="N", help="of each task; default: 20"
-    )
-    parser.add_argument(
-        "--seed", type=command.integer(0), default=0, metavar="N", help="of the choices; default: 0"
-    )
+    parser.count("--items", 20, "of each task")
+    parser.count("--seed", 0, "of the choices", least=0)
     parser.add_argument(
         "--results", type=command.name, metavar="FILE", help="goes on with this file, or makes it"
     )

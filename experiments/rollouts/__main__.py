@@ -42,8 +42,8 @@ TEACHING_STEPS = 200
 
 def main(arguments: list[str] | None = None) -> int:
     parser = command.Parser("experiments.rollouts", __doc__)
-    parser.add_argument("--updates", type=command.integer(1), default=200, metavar="N", help="default: 200")
-    parser.add_argument("--seed", type=command.integer(0), default=0, metavar="N", help="default: 0")
+    parser.count("--updates", 200)
+    parser.count("--seed", 0, least=0)
     add_options(parser)
     options = parser.parse_args(arguments)
     sizes = Sizes(prompts=16, group=8, updates=options.updates, seed=options.seed)

@@ -1,4 +1,4 @@
-"""What is said of a trained model: its evaluation, the record of its training, and the curve of its loss."""
+"""What is said of a trained model: its evaluation, and the record of its training."""
 
 import json
 import platform
@@ -12,13 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.common import corpus
-from experiments.common.report import figure
 from experiments.common.timing import machine, revision, show_table
 from experiments.train.bits_per_byte import bits_of_files
 from models import checkpoint
 from models.tokenizer import ByteTokenizer
 
-RECORD, CURVE = "training.json", "loss.png"
+RECORD = "training.json"
 LOSS_EVERY = 20  # steps whose mean is one number of the record
 BAR = 1.65  # bits per byte of the held-out files
 
@@ -116,24 +115,5 @@ def make_record(
 
 
 def write(folder: Path, record: dict[str, Any]) -> None:
-    """Writes the record and draws the curve beside it."""
+    """Writes the record."""
     (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n")
-    _draw(record, folder / CURVE)
-
-
-@figure((8, 4.5))
-def _draw(record: dict[str, Any], axes: Any) -> None:
-    settings, loss = record["settings"], record["loss"]
-    num_steps = settings["steps"]
-    ends = [min((i + 1) * record["loss_every"], num_steps) for i in range(len(loss))]
-    axes.plot(ends, loss, color="tab:blue", label="training text")
-    styles = {"model": ("tab:red", "-"), "gzip -9": ("0.55", "--"), "lzma 9": ("0.3", "-.")}
-    for name, bits in record["held_out"]["bits_per_byte"].items():
-        color, style = styles[name]
-        label = f"held-out files, {'the trained model' if name == 'model' else name}: {bits:.2f}"
-        axes.axhline(bits, color=color, linestyle=style, linewidth=1.2, label=label)
-    label = f"windows grow from {settings['short_length']:,} to {settings['long_length']:,} bytes"
-    axes.axvline(num_steps * (1 - settings["long_share"]), color="0.8", linewidth=1, label=label)
-    axes.set(xlabel="step", ylabel="bits per byte", xlim=(0, num_steps), ylim=(1, 4))
-    axes.set_title("A byte-level decoder learns Python's standard library")
-    axes.legend(frameon=False)

@@ -1,6 +1,5 @@
 """`python -m experiments.decode`: what it prints is what was decoded, and what is wrong is one sentence."""
 
-import functools
 import json
 import re
 import shutil
@@ -21,7 +20,6 @@ import kvcache_jax as kv
 from experiments.decode import __main__ as decode
 from experiments.decode import options as decode_options
 from experiments.decode import view
-from kvcache_jax import testing
 from models import checkpoint
 from models.decoder import Decoder, DecoderConfig, cache_config, forward
 from models.tokenizer import ByteTokenizer, FileTokenizer
@@ -47,7 +45,6 @@ def folder(tmp_path_factory):
     """Checkpoints of random models, by name."""
     folder = tmp_path_factory.mktemp("models")
     options = {"plain": {}, "window": {"windows": (20,)}, "wide": {"vocab_size": 300}}
-    options["kernel"] = {"head_dim": 64}
     for seed, (name, changed) in enumerate(options.items()):
         decoder = Decoder(DecoderConfig(**{**SIZES, **changed}), rngs=nnx.Rngs(seed))
         # Random logits are nearly flat: larger ones, so that a difference changes tokens.
@@ -72,23 +69,23 @@ def run_json(capsys, *arguments):
     return json.loads(output, parse_constant=refuse)
 
 
-@functools.partial(jax.jit, static_argnames="dtype")
-def all_logprobs(decoder, tokens, dtype=None):
+@jax.jit
+def all_logprobs(decoder, tokens):
     """f32[T, vocab] after each token of a row alone in an empty cache, in one call."""
     width = len(tokens)
-    sizes = dict(max_seqs=1, max_seq_len=width, dtype=dtype or decoder.config.dtype)
+    sizes = dict(max_seqs=1, max_seq_len=width)
     cache, _ = kv.allocate(kv.init(cache_config(decoder.config, **sizes)), [0], [width])
     cache, step = kv.extend(cache, [width], max_new=width)
     logits, _ = forward(decoder, tokens[None], cache, step)
     return jax.nn.log_softmax(logits[0])
 
 
-def check_sample(folder, prompt, sample, is_greedy=False, atol=1e-3, dtype=None):
+def check_sample(folder, prompt, sample, is_greedy=False, atol=1e-3):
     """A continuation has the log-probabilities of the model, which finds each token of a greedy one best."""
     known = list(prompt.encode())
     tokens = np.zeros(SIZES["max_seq_len"], np.int32)
     tokens[: len(known) + len(sample["tokens"])] = known + sample["tokens"]
-    logprobs = np.asarray(all_logprobs(checkpoint.load(folder, dtype=jnp.float32), tokens, dtype=dtype))
+    logprobs = np.asarray(all_logprobs(checkpoint.load(folder, dtype=jnp.float32), tokens))
     logprobs = logprobs[len(known) - 1 :][: len(sample["tokens"])]
     chosen = logprobs[np.arange(len(logprobs)), sample["tokens"]]
     np.testing.assert_allclose(sample["logprobs"], chosen, atol=atol)
@@ -128,18 +125,7 @@ def test_json_holds_what_was_decoded(capsys, folder):
 
 def test_draws_are_filtered_and_stopped(capsys, folder):
     """Each token is among those that the filters leave, and a stop text changes none before it."""
-    options = (
-        *SAMPLING,
-        "--checkpoint",
-        folder / "plain",
-        "--temperature",
-        1.5,
-        "--top-k",
-        6,
-        "--top-p",
-        0.8,
-    )
-    options += ("--min-p", 0.05)
+    options = *SAMPLING, "--checkpoint", folder / "plain", "--temperature", 1.5, "--top-k", 6, "--top-p", 0.8
     result, left = run_json(capsys, *options), []
     for prompt in result["prompts"]:
         for sample in prompt["samples"]:
@@ -148,7 +134,7 @@ def test_draws_are_filtered_and_stopped(capsys, folder):
             order = np.argsort(-scaled, axis=1)[:, :6]
             best = np.take_along_axis(scaled, order, axis=1)
             best /= best.sum(axis=1, keepdims=True)
-            kept = (np.cumsum(best, axis=1) - best < 0.8) & (best >= 0.05 * best[:, :1])
+            kept = np.cumsum(best, axis=1) - best < 0.8
             left += kept.sum(axis=1).tolist()
             for token, ids, is_kept in zip(sample["tokens"], order, kept, strict=True):
                 assert token in ids[is_kept]
@@ -172,7 +158,7 @@ def test_a_tokenizer_half_precision_and_drafts_from_the_text(capsys, folder, tmp
     options += ("--checkpoint", tmp_path)
     result = run_json(capsys, text, *options)
     (prompt,), settings = result["prompts"], result["settings"]
-    assert (settings["dtype"], settings["cache_dtype"]) == ("bfloat16", "bfloat16")
+    assert settings["dtype"] == "bfloat16"
     assert result["figures"]["num_drafted"] > 0
     known = tokenizer.encode(text)
     assert prompt["num_prompt_tokens"] == len(known) < len(text)
@@ -206,11 +192,10 @@ def test_a_checkpoint_of_another_family_says_what_transformers_says(capsys, copy
 
 
 @pytest.mark.slow
-def test_text_figures_and_blocks_over_time_are_shown(capsys, folder, tmp_path):
+def test_text_figures_and_blocks_over_time_are_shown(capsys, folder):
     arguments = (*SAMPLING, "--checkpoint", folder / "plain")
     samples = [sample for prompt in run_json(capsys, *arguments)["prompts"] for sample in prompt["samples"]]
-    path = tmp_path / "out.png"
-    output = run(capsys, *arguments, "--picture", path)
+    output = run(capsys, *arguments)
     assert "\x1b" not in output
     bodies = re.findall(
         r"^prompt \d, sample \d, length after 12 tokens\n((?:  \|.*\n)+)", output, re.MULTILINE
@@ -228,15 +213,14 @@ def test_text_figures_and_blocks_over_time_are_shown(capsys, folder, tmp_path):
     assert maps[2][2].count("#") == 6 and maps[2][2].count("0") == maps[2][2].count("1") == 3
     for _, num_used, blocks in maps:
         assert int(num_used) == 12 - blocks.count(".")
-    assert path.read_bytes().startswith(b"\x89PNG") and f"wrote {path}" in output
 
 
 @pytest.mark.slow
-def test_a_draft_model_gives_the_same_tokens_through_a_window(capsys, folder):
+def test_drafts_give_the_same_tokens_through_a_window(capsys, folder):
     """And a lone continuation is streamed."""
     prompt = "the window is shorter than this prompt"
     arguments = (prompt, "--greedy", "--max-new", 30, "--block-size", 4, "--checkpoint", folder / "window")
-    arguments += ("--speculative", 3, "--draft", folder / "plain")
+    arguments += ("--speculative", 3)
     output, result = run(capsys, *arguments), run_json(capsys, *arguments)
     (sample,) = result["prompts"][0]["samples"]
     assert len(sample["tokens"]) == 30
@@ -355,17 +339,6 @@ def test_a_model_that_gives_no_numbers_ends_with_what_there_is(capsys, folder, t
             assert (sample["tokens"], sample["logprobs"], sample["finish_reason"]) == ([], [], "nan_logits")
 
 
-def test_an_object_is_printed_before_a_picture_fails(capsys, folder, tmp_path, monkeypatch):
-    def fail(*_):
-        raise OSError("the disk is full")
-
-    monkeypatch.setattr(decode.timeline, "draw_timeline", fail)
-    arguments = (*SAMPLING, "--checkpoint", folder / "plain", "--picture", tmp_path / "out.png", "--json")
-    with pytest.raises(OSError, match="the disk is full"):
-        run(capsys, *arguments)
-    assert len(json.loads(capsys.readouterr().out)["prompts"]) == 2
-
-
 # --- what is wrong is one sentence ---
 
 
@@ -403,20 +376,8 @@ def refusal(capsys, *arguments):
             ["a", "b", "--beams", 2, "--rows", 3],
             "got --rows 3 with --beams 2 for 2 prompts, expected at least 4",
         ),
-        (
-            ["a", "--num-blocks", 10**9],
-            "got --num-blocks 1000000000 with --block-size 16, which has 16000000000",
-        ),
-        (["a", "--block-size", 10**12], "got --samples 3 with --block-size 1000000000000, which has"),
-        (["a", "--samples", 10**9], "got --samples 1000000000 with --block-size 16, which has"),
-        (["a", "--samples", 10**30], f"got --samples {10**30} with --block-size 16, which has"),
-        (["a", "--beams", 10**30], f"got --beams {10**30} with --block-size 16, which has"),
-        (["a", "--rows", 10**30], f"got --rows {10**30} with --block-size 16, which has"),
-        (["a", "--rows", 2**31, "--num-blocks", 9], "got --rows 2147483648, which takes 2147483648 rows"),
-        (["a", "--samples", 10**7], "are free: lower --samples, --rows, --num-blocks or --max-new"),
-        (["a", "--beams", 10**7], "are free: lower --beams, --rows, --num-blocks or --max-new"),
+        (["a", "--rows", 10**30], "expected an integer from 1 to 1048576"),
         (["a", "--samples", "9" * 5000], "got 99999999999999999999... of 5000 digits, expected at most 4300"),
-        (["a", "--implementation", "fast"], "invalid choice: 'fast'"),
         (["a", "--dtype", "float64"], "invalid choice: 'float64'"),
         (["a", "--greedy", "--temperature", 1], "got --greedy with --temperature, expected only one of them"),
         (
@@ -424,19 +385,15 @@ def refusal(capsys, *arguments):
             "got --beams with --samples, --seed, expected only",
         ),
         (["a", "--beams", 2, "--stop", "x"], "got --beams with --stop, expected only one of them"),
-        (["a", "--draft", "folder"], "got --draft without --speculative, expected both"),
         (["a", "--stop", ""], "got an empty --stop"),
-        (["a", "--samples", 0], "got '0', expected an integer of at least 1"),
-        (["a", "--max-new", "many"], "got 'many', expected an integer of at least 1"),
+        (["a", "--samples", 0], "got '0', expected an integer from 1 to 1048576"),
+        (["a", "--max-new", "many"], "got 'many', expected an integer from 1 to 1048576"),
         (["a", "--top-p", 2], "got '2', expected a number above 0 and at most 1"),
         (["a", "--temperature", "nan"], "got 'nan', expected a number from 0 to 1000"),
         (["a", "--speculative", 128], "got '128', expected an integer from 1 to 127"),
-        (["a", "--picture", "nowhere/out.png"], "there is no folder nowhere"),
         (["a", "--top-k", -1], "got '-1', expected an integer from 0 to 2147483647"),
-        (["a", "--picture", "x" * 300 + ".png"], "which cannot be written: File name too long"),
         (["--prompts", ""], "argument --prompts: got '', expected a name"),
         (["a", "--checkpoint", ""], "argument --checkpoint: got '', expected a name"),
-        (["a", "--speculative", 2, "--draft", ""], "argument --draft: got '', expected a name"),
         (["a", "--prompts", "file"], "got prompts as arguments and --prompts, expected only one of them"),
         (["--frobnicate"], "unrecognized arguments: --frobnicate"),
     ],
@@ -445,45 +402,16 @@ def test_bad_options_are_refused(capsys, folder, arguments, message):
     assert message in refusal(capsys, *arguments, "--checkpoint", folder / "plain")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["mosaic_gpu", "mosaic_tpu"])
-def test_an_implementation_that_is_not_there_is_refused(capsys, folder, name):
-    message = refusal(capsys, "a", "--implementation", name, "--checkpoint", folder / "plain")
-    assert name in message
-
-
-@pytest.mark.slow
-def test_a_kernel_decodes_what_xla_does(capsys, folder):
-    """The kernel for GPUs, interpreted, from a cache in bfloat16 as it takes it."""
-    # Interpreting imports this, which has an option that makes jax compile everything anew.
-    import jax.experimental.pallas.fuser  # noqa: F401
-
-    arguments = ("cd", "--greedy", "--max-new", 6, "--block-size", 8, "--checkpoint", folder / "kernel")
-    with testing.interpreted():
-        result = run_json(capsys, *arguments, "--implementation", "mosaic_gpu")
-    assert result["settings"]["implementation"] == "mosaic_gpu"
-    assert result["settings"]["cache_dtype"] == "bfloat16"
-    (sample,) = result["prompts"][0]["samples"]
-    assert len(sample["tokens"]) == 6
-    check_sample(folder / "kernel", "cd", sample, is_greedy=True, atol=0.05, dtype=jnp.bfloat16)
-
-
 def test_bad_checkpoints_are_refused(capsys, folder, tmp_path):
     assert f"there is no checkpoint {tmp_path / 'x'}" in refusal(capsys, "a", "--checkpoint", tmp_path / "x")
     assert "there is no checkpoint xxx" in refusal(capsys, "a", "--checkpoint", "x" * 300)
     assert "has no config.json" in refusal(capsys, "a", "--checkpoint", tmp_path)
     file, expected = folder / "plain" / "config.json", "expected the folder that holds config.json"
     assert f"{file} is no folder, {expected}" in refusal(capsys, "a", "--checkpoint", file)
-    draft = "--speculative", 2, "--checkpoint", folder / "plain", "--draft"
-    assert f"{tmp_path / 'x'} is not there, {expected}" in refusal(capsys, "a", *draft, tmp_path / "x")
     for name in ("config.json", "model.safetensors"):
         data = (folder / "plain" / name).read_bytes()
         (tmp_path / name).write_bytes(data[: len(data) // 2] if "model" in name else data)
     assert "is not a whole safetensors file" in refusal(capsys, "a", "--checkpoint", tmp_path)
-    message = refusal(
-        capsys, "a", "--speculative", 2, "--draft", folder / "wide", "--checkpoint", folder / "plain"
-    )
-    assert f"--draft {folder / 'wide'} has 300 tokens, expected the model's 256" in message
 
 
 def test_a_model_that_is_not_trained_yet_is_named(capsys, monkeypatch, tmp_path):
@@ -495,4 +423,5 @@ def test_a_cache_beyond_the_memory_is_refused(capsys, monkeypatch, folder):
     monkeypatch.setattr(decode, "_free_bytes", lambda: 3000)
     message = refusal(capsys, "a", "--num-blocks", 100, "--checkpoint", folder / "plain")
     # 100 blocks of 16 tokens with a key and a value of 8 floats alone are 100 KiB.
-    assert re.match(r"decoding needs \d{3}\.\d KiB, but 2.9 KiB of memory are free: lower", message)
+    assert re.match(r"decoding needs \d{3}\.\d KiB, but 2.9 KiB of memory are free: lower --samples", message)
+    assert "free: lower --beams" in refusal(capsys, "a", "--beams", 99, "--checkpoint", folder / "plain")

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from experiments.hybrid import __main__ as hybrid
-from experiments.hybrid import bytes_moved, report, workloads
+from experiments.hybrid import bytes_moved, workloads
 from experiments.hybrid.model import random_params
 from experiments.hybrid.workloads import Writer
 
@@ -47,7 +47,7 @@ def found():
 
 
 @pytest.mark.slow
-def test_the_command_reports_what_it_measured(found, monkeypatch, capsys, tmp_path):
+def test_the_command_reports_what_it_measured(found, monkeypatch, capsys):
     by_policy = {(one["workload"], one["policy"]): one for one in found["policies"]}
     few = {policy: by_policy["few-shot", policy] for policy in hybrid.POLICIES}
     num_tokens = few["none"]["num_tokens"]
@@ -61,12 +61,7 @@ def test_the_command_reports_what_it_measured(found, monkeypatch, capsys, tmp_pa
     assert 3 in found["maps"]["few-shot"][3]["snapshots"]  # the junction, after 64 tokens
     monkeypatch.setattr(hybrid, "measure", lambda *_: found)
     assert hybrid.main(["--json"]) == 0
-    made = json.loads(capsys.readouterr().out)
-    assert hybrid.main([]) == 0
-    assert "predictions are not the uncached ones" in capsys.readouterr().out
-    pytest.importorskip("matplotlib")
-    report.draw(made, tmp_path / "picture.png")
-    assert (tmp_path / "picture.png").stat().st_size > 10_000
+    assert json.loads(capsys.readouterr().out)["num_compared"] == found["num_compared"]
 
 
 @pytest.mark.slow
