@@ -52,7 +52,6 @@ def make_parser(doc: str | None) -> command.Parser:
     add("--max-new", type=count, default=96, metavar="N", help="tokens; default %(default)s")
     add("--stop", action="append", default=[], metavar="TEXT", help="ends a continuation; may be repeated")
     add("--samples", type=count, metavar="N", help="per prompt; default 3, with --greedy 1")
-    add("--beams", type=count, metavar="N", help="beam search in place of samples")
     drafts = command.integer(1, PREFILL_LEN - 1)
     add("--speculative", type=drafts, metavar="K", help="drafts per step, by n-grams")
     add("--greedy", action="store_true", help="the most probable token each time")
@@ -82,20 +81,17 @@ def check(options: argparse.Namespace) -> None:
     """Refuses options that contradict each other, and fills in those that follow from others."""
     drawing = ("temperature", "top_k", "top_p")
     if options.map:
-        others = ("samples", "beams", "speculative", "checkpoint", *drawing)
+        others = ("samples", "speculative", "checkpoint", *drawing)
         _refuse(options, "--map", *others)
         if options.prompts or options.file or options.json:
             raise InputError("got --map with prompts or --json, expected only one of them")
     if options.greedy:
         _refuse(options, "--greedy", *drawing)
-    if options.beams:
-        _refuse(options, "--beams", "samples", "speculative", "stop", "seed", *drawing)
     if "" in options.stop:
         raise InputError("got an empty --stop, expected some text: every text contains the empty one")
-    is_greedy = options.greedy or options.beams
     defaults = {
-        "samples": 1 if is_greedy else 3,
-        "temperature": 0.0 if is_greedy else 0.7,
+        "samples": 1 if options.greedy else 3,
+        "temperature": 0.0 if options.greedy else 0.7,
         "top_k": 0,
         "top_p": 1.0,
         "seed": 0,
@@ -171,23 +167,20 @@ def encode(prompts: Sequence[str], tokenizer: Tokenizer, config: DecoderConfig) 
 # --- sizes ---
 
 
-def sizes_of(options: argparse.Namespace) -> str:
-    """What makes a cache smaller."""
-    return f"{'--beams' if options.beams else '--samples'}, --rows, --num-blocks or --max-new"
+SIZES = "--samples, --rows, --num-blocks or --max-new"
+"""What makes a cache smaller."""
 
 
 def plan(
     options: argparse.Namespace, config: DecoderConfig, prompts: Sequence[Sequence[int]]
 ) -> kv.CacheConfig:
     """The cache for the prompts: by default with the blocks they need while their samples share them."""
-    per_prompt, block_size = options.beams or options.samples, options.block_size
-    what = f"{'--beams' if options.beams else '--samples'} {per_prompt}"
-    # Beams of all prompts are searched together.
-    least = per_prompt * (len(prompts) if options.beams else 1)
-    rows = options.rows or max(least, min(MAX_ROWS, per_prompt * len(prompts)))
-    if rows < least:
-        prompts_too = f" for {len(prompts)} prompts" if options.beams else ""
-        raise InputError(f"got --rows {rows} with {what}{prompts_too}, expected at least {least} rows")
+    per_prompt, block_size = options.samples, options.block_size
+    rows = options.rows or max(per_prompt, min(MAX_ROWS, per_prompt * len(prompts)))
+    if rows < per_prompt:
+        raise InputError(
+            f"got --rows {rows} with --samples {per_prompt}, expected at least {per_prompt} rows"
+        )
     # Drafts look beyond the last token that is kept.
     ends = [len(prompt) + options.max_new + (options.speculative or 0) for prompt in prompts]
     max_seq_len = min(config.max_seq_len, max(ends))
@@ -218,10 +211,9 @@ def plan(
         max(min(ceil_div(len(prompt), block_size), group.max_held_blocks) for group in cache.groups)
         for prompt in prompts
     ]
-    need = sum(needs) if options.beams else max(needs)
-    if need > num_blocks:
-        which = "the prompts together need" if options.beams else f"prompt {needs.index(need)} needs"
+    if (need := max(needs)) > num_blocks:
         raise InputError(
-            f"{which} {need} blocks of {block_size} tokens, got --num-blocks {num_blocks}: raise it"
+            f"prompt {needs.index(need)} needs {need} blocks of {block_size} tokens, got --num-blocks "
+            f"{num_blocks}: raise it"
         )
     return cache

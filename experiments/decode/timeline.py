@@ -1,4 +1,4 @@
-"""Who held which block when: the timeline of `kv.generate` and `kv.beam_search` as text."""
+"""Who held which block when: the timeline of `kv.generate` as text."""
 
 import itertools
 import shutil

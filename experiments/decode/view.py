@@ -41,10 +41,6 @@ class View:
 
     def on_check_in(self, check_in: kv.decoding.Snapshot) -> None: ...
 
-    def on_beams(
-        self, check_in: kv.decoding.Snapshot, beams: Sequence[Sequence[kv.decoding.Beam]]
-    ) -> None: ...
-
 
 class TextView(View):
     """Prints each continuation when it ends, a lone one as it comes.
@@ -92,15 +88,6 @@ class TextView(View):
                 print(self._paint(f"\n[{_why(generation)}]", "2"))
             else:
                 self._show_end(key, f"sample {key[1]}, {_why(generation)}", self.texts[key])
-
-    def on_beams(self, check_in: kv.decoding.Snapshot, beams: Sequence[Sequence[kv.decoding.Beam]]) -> None:
-        found = [(p, i, beam) for p, hypotheses in enumerate(beams) for i, beam in enumerate(hypotheses)]
-        if any(beam.finish_reason == "running" for _, _, beam in found):
-            return
-        for prompt_id, i, beam in found:
-            spoken = [token for token in beam.tokens if token not in self.tokenizer.stop_tokens]
-            what = f"hypothesis {i}, score {beam.score:.3f}, {_why(beam)}"
-            self._show_end((prompt_id, i), what, visible(self.tokenizer.decode(spoken)))
 
     def _add(self, key: tuple[int, int], text: str) -> None:
         self.texts[key] += visible(text)
@@ -168,7 +155,7 @@ def make_view(*args: Any, num_blocks: int) -> View:
     return TextView(*args)
 
 
-def _why(continuation: kv.decoding.Generation | kv.decoding.Beam) -> str:
+def _why(continuation: kv.decoding.Generation) -> str:
     num_tokens = len(continuation.tokens)
     reason = continuation.finish_reason.replace("_", " ")
     return f"{reason} after {num_tokens} token{'s' * (num_tokens != 1)}"

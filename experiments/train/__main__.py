@@ -29,6 +29,7 @@ from flax import nnx
 
 from experiments.common import command, corpus
 from experiments.common.progress import progress
+from experiments.common.report import add_options, deliver
 from experiments.train import report as train_report
 from experiments.train.training import Recipe, settings_of, train
 from models import checkpoint
@@ -59,15 +60,10 @@ def main(arguments: list[str] | None = None) -> int:
         choices=["bfloat16", "float32"],
         help="of matrix products in training; default: bfloat16, slow on a CPU without instructions for it",
     )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=corpus.MODEL,
-        metavar="DIR",
-        help="the model; default: models/stdlib_bytes",
-    )
+    text = "the model; default: models/stdlib_bytes"
+    parser.add_argument("--out", type=Path, default=corpus.MODEL, metavar="DIR", help=text)
     parser.add_argument("--evaluate", action="store_true", help="measure the model that is there")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    add_options(parser, draws=False)
     options = parser.parse_args(arguments)
     if options.evaluate:
         for name in ("steps", "seed", "matmul_dtype"):
@@ -79,12 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
             report = _evaluate(options.out) if options.evaluate else _train(options)
     except FloatingPointError as error:
         parser.fail(str(error))
-    if options.json:
-        print(json.dumps(report))
-    else:
-        train_report.show(report if options.evaluate else report["held_out"])
-        if not options.evaluate:
-            print(f"\n{report['minutes']:.1f} minutes of training; the model and its record: {options.out}")
+    deliver(report, options, train_report.show)
     return 0
 
 
@@ -102,14 +93,9 @@ def _train(options: argparse.Namespace) -> dict[str, Any]:
         decoder, bits = train(recipe, config, data, on_step)
     minutes = (time.monotonic() - start) / 60
     save_model(options.out, decoder)
-    record = train_report.make_record(
-        settings=settings_of(recipe, config, data),
-        bits=bits,
-        minutes=minutes,
-        num_bytes=len(data),
-        held_out=_evaluate(options.out),
-    )
-    train_report.write(options.out, record)
+    settings, held_out = settings_of(recipe, config, data), _evaluate(options.out)
+    record = train_report.make_record(settings, bits, minutes, len(data), held_out)
+    (options.out / train_report.RECORD).write_text(json.dumps(record, indent=1) + "\n")
     return record
 
 

@@ -55,7 +55,7 @@ def test_the_demo_reports_violations(capsys, monkeypatch):
     assert "block 3 is lost" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("others", [["a prompt"], ["--json"], ["--beams", "2"], ["--checkpoint", "x"]])
+@pytest.mark.parametrize("others", [["a prompt"], ["--json"], ["--samples", "2"], ["--checkpoint", "x"]])
 def test_the_demo_decodes_nothing(capsys, others):
     with pytest.raises(SystemExit) as error:
         decode.main(["--map", *others])

@@ -1,8 +1,12 @@
 """`python -m experiments.decode`: what it prints is what was decoded, and what is wrong is one sentence."""
 
+import io
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 import types
 
 import jax
@@ -15,6 +19,7 @@ pytest.importorskip("flax")
 pytest.importorskip("rich")
 
 from flax import nnx
+from safetensors.numpy import load_file, save_file
 
 import kvcache_jax as kv
 from experiments.decode import __main__ as decode
@@ -250,12 +255,8 @@ def test_too_few_blocks_end_rows_with_what_they_have(capsys, folder):
     assert result["figures"]["peak_blocks_used"] == result["figures"]["num_blocks_total"] == 12
 
 
-BEAMS = "--beams", 2, "--max-new", 6, "--block-size", 4
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [(*BEAMS, "--greedy"), SAMPLING[2:]], ids=["beams", "samples"])
-def test_nothing_of_the_model_compiles_behind_the_warm_up(capsys, folder, monkeypatch, options):
+def test_nothing_of_the_model_compiles_behind_the_warm_up(capsys, folder, monkeypatch):
     """For prompts that share their first blocks: the second one has less left than a quarter of a chunk.
 
     They are as long as the longest of `PROMPTS`, so that other tests need the same programs.
@@ -270,51 +271,8 @@ def test_nothing_of_the_model_compiles_behind_the_warm_up(capsys, folder, monkey
     monkeypatch.setattr(decode, "forward", counted)
     monkeypatch.setattr(decode, "warm_up", lambda job: (warm_up(job), counts.append(len(seen)))[0])
     prompts = "def f(number): # adds one", "def f(number): # adds two"
-    run_json(capsys, *prompts, *options, "--checkpoint", folder / "plain")
+    run_json(capsys, *prompts, *SAMPLING[2:], "--checkpoint", folder / "plain")
     assert counts == [len(seen)] and counts[0] > 0
-
-
-@pytest.mark.slow
-def test_beams_are_ranked_and_share_their_prompt(capsys, folder):
-    arguments = (*PROMPTS, *BEAMS, "--checkpoint", folder / "plain")
-    result = run_json(capsys, *arguments)
-    for prompt in result["prompts"]:
-        scores = [sample["score"] for sample in prompt["samples"]]
-        assert len(scores) == 2 and scores == sorted(scores, reverse=True)
-        for sample in prompt["samples"]:
-            np.testing.assert_allclose(np.mean(sample["logprobs"]), sample["score"], atol=1e-4)
-    assert result["figures"]["peak_blocks_saved"] >= 6 + 4
-    output = run(capsys, *arguments)
-    best = result["prompts"][1]["samples"][0]
-    assert f"prompt 1, hypothesis 0, score {best['score']:.3f}, length after 6 tokens\n" in output
-    assert "\x1b" not in output and re.search(r"^ +0 +\d+ #+\.+$", output, re.MULTILINE)
-
-
-@pytest.mark.slow
-def test_the_warm_up_of_beams_takes_no_more_blocks_than_the_search(capsys, folder, monkeypatch):
-    """One long prompt and five of a token in 16 blocks: 10 + 5, and one that a beam grows into."""
-
-    def stutter(params, tokens, cache, step):
-        return jax.nn.one_hot(tokens, SIZES["vocab_size"]), cache
-
-    monkeypatch.setattr(decode, "forward", stutter)
-    sizes = "--beams", 1, "--max-new", 2, "--block-size", 4, "--num-blocks", 16
-    result = run_json(capsys, "a" * 40, *"bcdef", *sizes, "--checkpoint", folder / "plain")
-    assert [len(prompt["samples"]) for prompt in result["prompts"]] == [1] * 6
-
-
-@pytest.mark.slow
-def test_a_model_that_gives_no_numbers_has_no_beams(capsys, folder, tmp_path):
-    decoder = checkpoint.load(folder / "plain")
-    decoder.norm.scale[...] *= np.nan
-    checkpoint.save(tmp_path, decoder)
-    arguments = (*PROMPTS, *BEAMS, "--json")
-    with pytest.raises(SystemExit) as error:
-        run(capsys, *arguments, "--checkpoint", tmp_path)
-    assert error.value.code == 1
-    captured = capsys.readouterr()
-    expected = "python -m experiments.decode: prompt 0 has no hypothesis: all its logits are NaN or -inf\n"
-    assert (captured.out, captured.err) == ("", expected)
 
 
 @pytest.mark.slow
@@ -370,21 +328,11 @@ def refusal(capsys, *arguments):
             "prompt 1 has 96 tokens, expected fewer than 96, the longest sequence of the model",
         ),
         (["x" * 40, "--num-blocks", 2], "prompt 0 needs 3 blocks of 16 tokens, got --num-blocks 2: raise it"),
-        (["x" * 20, "y" * 20, "--beams", 2, "--num-blocks", 3], "the prompts together need 4 blocks"),
-        (["a", "--rows", 2], "got --rows 2 with --samples 3, expected at least 3 rows"),
-        (
-            ["a", "b", "--beams", 2, "--rows", 3],
-            "got --rows 3 with --beams 2 for 2 prompts, expected at least 4",
-        ),
+        (["a", "--rows", 2], "got --rows 2 with --samples 3, expected at least 3"),
         (["a", "--rows", 10**30], "expected an integer from 1 to 1048576"),
         (["a", "--samples", "9" * 5000], "got 99999999999999999999... of 5000 digits, expected at most 4300"),
         (["a", "--dtype", "float64"], "invalid choice: 'float64'"),
         (["a", "--greedy", "--temperature", 1], "got --greedy with --temperature, expected only one of them"),
-        (
-            ["a", "--beams", 2, "--samples", 2, "--seed", 0],
-            "got --beams with --samples, --seed, expected only",
-        ),
-        (["a", "--beams", 2, "--stop", "x"], "got --beams with --stop, expected only one of them"),
         (["a", "--stop", ""], "got an empty --stop"),
         (["a", "--samples", 0], "got '0', expected an integer from 1 to 1048576"),
         (["a", "--max-new", "many"], "got 'many', expected an integer from 1 to 1048576"),
@@ -424,4 +372,77 @@ def test_a_cache_beyond_the_memory_is_refused(capsys, monkeypatch, folder):
     message = refusal(capsys, "a", "--num-blocks", 100, "--checkpoint", folder / "plain")
     # 100 blocks of 16 tokens with a key and a value of 8 floats alone are 100 KiB.
     assert re.match(r"decoding needs \d{3}\.\d KiB, but 2.9 KiB of memory are free: lower --samples", message)
-    assert "free: lower --beams" in refusal(capsys, "a", "--beams", 99, "--checkpoint", folder / "plain")
+
+
+# --- where prompts come from ---
+
+
+def read_prompts(*arguments):
+    return decode_options.read_prompts(decode_options.parse(decode_options.make_parser(""), arguments))
+
+
+def test_prompts_are_lines_of_a_file(tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_bytes("\ufeffone \r\n\r\n  \ntwo\u2028three\x0b\nsame\nsame".encode())
+    assert read_prompts("--prompts", str(path)) == ["one ", "two\u2028three\x0b", "same", "same"]
+    assert read_prompts("a", "--samples", "2", "b") == ["a", "b"]
+    assert len(read_prompts()) == 2
+    assert read_prompts("a", "--greedy", "--", "--b", "--json", "--") == ["a", "--b", "--json", "--"]
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("empty.txt", b"", "holds no prompt, expected one per line"),
+        ("blank.txt", b"\n \r\n", "holds no prompt"),
+        ("binary", bytes(range(256)), "is not UTF-8 text: invalid start byte at byte 128"),
+    ],
+)
+def test_bad_files_of_prompts_are_refused(capsys, tmp_path, name, data, message):
+    (tmp_path / name).write_bytes(data)
+    assert message in refusal(capsys, "--prompts", tmp_path / name)
+    assert f"cannot read {tmp_path}: Is a directory" in refusal(capsys, "--prompts", tmp_path)
+    assert "cannot read nowhere: No such file" in refusal(capsys, "--prompts", "nowhere")
+
+
+def test_standard_input_is_read_when_asked_for(monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("ein\nzwei ß\n".encode())))
+    assert read_prompts("-") == ["ein", "zwei ß"]
+    with pytest.raises(decode.InputError, match="standard input holds no prompt"):
+        read_prompts("--prompts", "-")
+    monkeypatch.setattr("sys.stdin", None)
+    for arguments in (["-"], ["--prompts", "-"]):
+        with pytest.raises(decode.InputError, match="got -, but standard input is closed"):
+            read_prompts(*arguments)
+
+
+def test_in_a_process_of_its_own():
+    """Exit code, one sentence, no traceback; own prompts are tokens that the model can take."""
+    command = [sys.executable, "-m", "experiments.decode", "--prompts", "nowhere.txt"]
+    root = os.path.dirname(os.path.dirname(os.path.dirname(decode.__file__)))
+    process = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120)
+    assert (process.returncode, process.stdout) == (2, "")
+    assert (
+        process.stderr == "python -m experiments.decode: cannot read nowhere.txt: No such file or directory\n"
+    )
+
+
+@pytest.fixture
+def half(folder, tmp_path):
+    """A checkpoint in float16."""
+    shutil.copytree(folder / "plain", tmp_path / "half")
+    path, weights = tmp_path / "half" / "config.json", tmp_path / "half" / "model.safetensors"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"dtype": "float16"}))
+    save_file({name: value.astype(np.float16) for name, value in load_file(weights).items()}, weights)
+    return tmp_path / "half"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", None])
+def test_a_model_that_is_stored_in_float16_is_decoded(capsys, half, dtype):
+    arguments = ["ab", "--greedy", "--max-new", "3", "--json", "--checkpoint", str(half)]
+    assert decode.main([*arguments, *(["--dtype", dtype] if dtype else [])]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["settings"]["dtype"] == (dtype or "float32")
+    said = f"{half} is stored in float16, which models do not compute in: taking float32 "
+    assert captured.err == ("" if dtype else f"{said}(--dtype bfloat16 takes half the memory)\n")

@@ -155,7 +155,7 @@ def test_the_command_trains_evaluates_and_records(small, tmp_path, capsys):
     arguments = ["--steps", "3", "--out", str(out), "--json"]
     assert train.main(arguments) == 0
     record = json.loads(capsys.readouterr().out)
-    assert record == json.loads((out / "training.json").read_text())
+    assert json.loads((out / "training.json").read_text()).items() <= record.items()
     assert {path.name for path in out.iterdir()} == {"config.json", "model.safetensors", "training.json"}
     assert record["settings"]["steps"] == 3 and record["num_bytes"] == 3 * len(DATA)
     assert len(record["loss"]) == 1 and 7 < record["loss"][0] < 8.2
