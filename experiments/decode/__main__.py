@@ -28,7 +28,7 @@ import numpy as np
 import kvcache_jax as kv
 from experiments.common import command
 from experiments.common.command import InputError
-from experiments.decode import block_map_demo, timeline
+from experiments.decode import block_map_demo
 from experiments.decode import options as decode_options
 from experiments.decode import view as decode_view
 from kvcache_jax.core.config import format_bytes
@@ -286,7 +286,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps(report(job, outcome), allow_nan=False))
     else:
         decode_view.show_figures(figures(job, outcome), color)
-        print(timeline.timeline_text(outcome.check_ins, job.config, color))
+        print(decode_view.timeline_text(outcome.check_ins, job.config, color))
     reasons = [c.finish_reason for samples in outcome.continuations for c in samples]
     if "nan_logits" in reasons:
         parser.fail(

@@ -39,8 +39,7 @@ from experiments.common.report import (
     show_provenance,
 )
 from experiments.common.timing import show_records
-from experiments.hybrid import bytes_moved, workloads
-from experiments.hybrid.model import Params, random_params
+from experiments.hybrid import bytes_moved, tables
 from experiments.hybrid.tables import (
     ANSWERS,
     BLOCK_SIZE,
@@ -52,11 +51,14 @@ from experiments.hybrid.tables import (
     POLICIES,
     SAVED,
     SCARCE,
+    Params,
+    Request,
     Served,
+    Writer,
     config_of,
+    random_params,
     serve,
 )
-from experiments.hybrid.workloads import Request, Writer
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 SNAPSHOTS = {
@@ -127,10 +129,10 @@ class Workloads(NamedTuple):
 
 def workloads_of(writer: Writer) -> Workloads:
     """Draws all requests."""
-    named = {FEW_SHOT: workloads.few_shot, CHATS: workloads.chats, TWO_LEVELS: workloads.two_levels}
+    named = {FEW_SHOT: tables.few_shot, CHATS: tables.chats, TWO_LEVELS: tables.two_levels}
     return Workloads(
         {name: draw(writer) for name, draw in named.items()},
-        {length: workloads.repeated_prefix(writer, length) for length in PREFIXES},
+        {length: tables.repeated_prefix(writer, length) for length in PREFIXES},
     )
 
 

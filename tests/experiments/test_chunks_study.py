@@ -11,7 +11,7 @@ from flax import nnx
 
 import kvcache_jax as kv
 from experiments.chunks import __main__ as chunks
-from experiments.chunks import check, prompts, quality, rows, times, trace
+from experiments.chunks import check, quality, rows, times, trace
 from experiments.common import corpus
 from experiments.common.command import InputError
 from models import checkpoint
@@ -37,7 +37,7 @@ def test_the_command_reports_what_it_measured(monkeypatch, capsys):
 
 
 def test_prompts_are_passages_of_held_out_files():
-    same, mixed = prompts.read_prompts(3, chunk_len=40)
+    same, mixed = rows.read_prompts(3, chunk_len=40)
     text = np.concatenate([same.tokens, same.question], axis=1)
     files = [file for file in corpus.held_out_files().values() if len(file) > 5800]
     assert [bytes(row.tolist()) for row in text] == [file[2500:2700] for file in files[:3]]
@@ -80,7 +80,7 @@ def test_what_each_side_computes_of_requests():
 def test_a_study_of_a_tiny_model(decoder, monkeypatch):
     """First passages are a prefill's bit for bit, everything computed again is the prefill."""
     monkeypatch.setattr(quality, "SHARES", (0.2,))
-    same, _ = prompts.read_prompts(2, chunk_len=20)
+    same, _ = rows.read_prompts(2, chunk_len=20)
     study = quality.Study(decoder, same)
     found = quality.measure(study)
     kl = {(record["selector"], record["share"]): record["kl"] for record in found["records"]}
@@ -135,7 +135,7 @@ def attention_by_hand(decoder, tokens):
 @pytest.mark.slow
 def test_ways_are_timed_in_turns(decoder, monkeypatch):
     monkeypatch.setattr(times, "SHARES", (0.0, 0.2))
-    same, _ = prompts.read_prompts(2, chunk_len=20)
+    same, _ = rows.read_prompts(2, chunk_len=20)
     found = times.measure(decoder, same, num_rounds=2)
     assert [(record["way"], record["share"]) for record in found] == [
         (times.FULL, 1.0),

@@ -10,7 +10,6 @@ pytest.importorskip("flax")
 pytest.importorskip("rich")
 
 import kvcache_jax as kv
-from experiments.decode import timeline
 from experiments.decode import view as decode_view
 from models.tokenizer import ByteTokenizer
 
@@ -35,16 +34,16 @@ CONFIG = kv.CacheConfig([kv.FullAttention(1, 8)], num_blocks=12, block_size=4, m
 
 
 def test_a_line_of_the_map_names_owners():
-    assert timeline.map_line(np.array(TABLE), 12, 100, color=False) == "##101.2....."
-    assert timeline.map_line(np.array(TABLE), 12, 4, color=False) == "##10"
-    colored = timeline.map_line(np.array(TABLE), 12, 100, color=True)
+    assert decode_view.map_line(np.array(TABLE), 12, 100, color=False) == "##101.2....."
+    assert decode_view.map_line(np.array(TABLE), 12, 4, color=False) == "##10"
+    colored = decode_view.map_line(np.array(TABLE), 12, 100, color=True)
     assert re.sub(r"\x1b\[[\d;]*m", "", colored) == "##101.2....." and colored.count("\x1b[0m") == 7
 
 
 def test_long_timelines_and_wide_pools_are_cut():
     config = kv.CacheConfig([kv.FullAttention(1, 8)] * 2, num_blocks=140, block_size=4, max_seqs=3)
     wide = [check_in(np.where(np.array(TABLE) == 12, 140, TABLE), step) for step in range(50)]
-    lines = timeline.timeline_text(wide, config, color=False).splitlines()
+    lines = decode_view.timeline_text(wide, config, color=False).splitlines()
     assert lines[1] == "Blocks over time, FullAttention x 2 layers: 140 blocks of 4 tokens"
     maps = [line.split() for line in lines if "#" * 2 in line]
     assert len(maps) == 20 and [maps[0][0], maps[-1][0]] == ["0", "49"]

@@ -15,12 +15,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from experiments import evaluate
 from experiments.common import byte_model
 from experiments.common.command import InputError
-from experiments.evaluate import __main__ as command
-from experiments.evaluate import items, report, scoring
-from experiments.evaluate.items import BLOCK_SIZE, Item, Task
-from experiments.evaluate.results import Results
+from experiments.evaluate import BLOCK_SIZE, Item, Results, Task
 from experiments.train.bits_per_byte import empty_cache, losses
 from models import checkpoint
 from models.decoder import Decoder
@@ -40,8 +38,8 @@ def folder(tmp_path):
     """Files of the two benchmarks, of 30 problems."""
     (tmp_path / "text").mkdir()
     lines = [json.dumps({"question": f"{i} é?", "answer": "yes " * (i % 7 + 1)}) for i in range(30)]
-    (tmp_path / items.GSM8K).write_text("\n".join(lines))
-    with gzip.open(tmp_path / items.HUMAN_EVAL, "wt") as file:
+    (tmp_path / evaluate.GSM8K).write_text("\n".join(lines))
+    with gzip.open(tmp_path / evaluate.HUMAN_EVAL, "wt") as file:
         for i in range(30):
             file.write(json.dumps({"prompt": f"def f{i}(x):\n", "canonical_solution": f"    {i}\n"}) + "\n")
     return tmp_path
@@ -52,7 +50,11 @@ def folder(tmp_path):
 
 def test_items_of_a_task_share_its_prefix_and_nothing_else(folder):
     """The prefix is whole blocks, and the first block behind it tells each item from the others."""
-    for task in (items.grade_school(folder, 20, 3), items.programs(folder, 20, 3), items.source(20, 3)):
+    for task in (
+        evaluate.grade_school(folder, 20, 3),
+        evaluate.programs(folder, 20, 3),
+        evaluate.source(20, 3),
+    ):
         assert len(task.prefix) % BLOCK_SIZE == 0 and len(task.items) == 20
         assert len({item.own[:BLOCK_SIZE] for item in task.items}) == 20
         assert len({item.id for item in task.items}) == 20
@@ -62,18 +64,18 @@ def test_items_of_a_task_share_its_prefix_and_nothing_else(folder):
 
 
 def test_the_right_choice_is_the_problems_own(folder):
-    for item in items.programs(folder, 20, 3).items:
+    for item in evaluate.programs(folder, 20, 3).items:
         number = int(item.id.split()[-1])
         assert item.own == f"# No. {number}\ndef f{number}(x):\n".encode()
         assert item.choices[item.right] == f"    {number}\n".encode()
-    task = items.grade_school(folder, 5, 3)
+    task = evaluate.grade_school(folder, 5, 3)
     assert task.prefix.decode().startswith("Question: 0 é?\nAnswer: yes \n\nQuestion: 1 é?")
     assert task.prefix.decode().count("Question") == 8
     assert all(int(item.own.decode().split("Question: ")[1].split()[0]) >= 8 for item in task.items)
 
 
 def test_items_are_those_of_the_seed(folder):
-    first, again, other = (items.programs(folder, 9, seed) for seed in (1, 1, 2))
+    first, again, other = (evaluate.programs(folder, 9, seed) for seed in (1, 1, 2))
     assert first == again != other
 
 
@@ -87,15 +89,15 @@ def test_items_are_those_of_the_seed(folder):
     ],
 )
 def test_files_that_do_not_fit_are_refused(folder, text, said):
-    (folder / items.GSM8K).write_text(text)
+    (folder / evaluate.GSM8K).write_text(text)
     with pytest.raises(InputError, match=said):
-        items.grade_school(folder, 30, 0)
-    (folder / items.GSM8K).write_text(json.dumps({"question": "q", "answer": "a"}) + "\n")
+        evaluate.grade_school(folder, 30, 0)
+    (folder / evaluate.GSM8K).write_text(json.dumps({"question": "q", "answer": "a"}) + "\n")
     with pytest.raises(InputError, match="has 0 items, expected 4"):
-        items.grade_school(folder, 1, 0)
-    (folder / items.GSM8K).unlink()
+        evaluate.grade_school(folder, 1, 0)
+    (folder / evaluate.GSM8K).unlink()
     with pytest.raises(InputError, match="No such file"):
-        items.grade_school(folder, 30, 0)
+        evaluate.grade_school(folder, 30, 0)
 
 
 # --- the file of results ---
@@ -148,9 +150,9 @@ def test_another_runs_results_are_refused(tmp_path, text, said):
 @pytest.mark.slow
 @pytest.mark.parametrize("num_compared", [0, 2])
 def test_choices_are_scored_behind_their_context_and_the_prefix_is_computed_once(decoder, num_compared):
-    task = items.source(5, 0, prefix_len=60, own_len=21, choice_len=9)
+    task = evaluate.source(5, 0, prefix_len=60, own_len=21, choice_len=9)
     results = Results(None, {})
-    for _ in scoring.evaluate(decoder, [task], results, num_compared):
+    for _ in evaluate.evaluate(decoder, [task], results, num_compared):
         pass
     cache = empty_cache(TINY, 1, 128)
     for item in task.items:
@@ -166,7 +168,7 @@ def test_choices_are_scored_behind_their_context_and_the_prefix_is_computed_once
         result for result in map(results.__getitem__, (item.id for item in task.items)) if "alone" in result
     ]
     assert [result["uncached"]["cached"] for result in compared] == [0] * num_compared
-    found = scoring.summary(task, results)
+    found = evaluate.summary(task, results)
     own = sum(len(item.own) for item in task.items)
     assert found["computed"] == own + 5 * 32 and found["computed_uncached"] == own + 5 * (64 + 32)
     assert found["computed_alone"] == 4 * (own + 5 * (64 + 8)) and found["prefix_computed"] == 0
@@ -178,7 +180,7 @@ def test_choices_are_scored_behind_their_context_and_the_prefix_is_computed_once
 
 def test_who_is_right_in_sum_need_not_be_per_byte():
     result = {"sums": [-4.0, -3.0], "lengths": [8, 2], "right": 0}
-    assert scoring.is_right(result, per_byte=True) and not scoring.is_right(result, per_byte=False)
+    assert evaluate.is_right(result, per_byte=True) and not evaluate.is_right(result, per_byte=False)
 
 
 # --- the command ---
@@ -190,24 +192,24 @@ def one_task():
 
 
 def run(*arguments):
-    return command.main(["--items", "4", *arguments])
+    return evaluate.main(["--items", "4", *arguments])
 
 
 @pytest.mark.slow
 def test_a_run_that_is_done_computes_nothing_more(tmp_path, monkeypatch, capsys, decoder):
     monkeypatch.setattr(byte_model.checkpoint, "load", lambda folder, dtype: decoder)
-    monkeypatch.setattr(command, "tasks_of", lambda options: [one_task()])
+    monkeypatch.setattr(evaluate, "tasks_of", lambda options: [one_task()])
     path = tmp_path / "results.jsonl"
     assert run("--results", str(path)) == 0
     said = capsys.readouterr().out
     assert "0 results of 4 were there" in said and "bars do not hold" in said
     before = path.read_bytes()
-    monkeypatch.setattr(scoring, "Scorer", None)
+    monkeypatch.setattr(evaluate, "Scorer", None)
     assert run("--results", str(path), "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["found"], found["items"], path.read_bytes()) == (4, 4, before)
     with pytest.raises(SystemExit):
-        command.main(["--items", "4", "--seed", "1", "--results", str(path)])
+        evaluate.main(["--items", "4", "--seed", "1", "--results", str(path)])
     error = capsys.readouterr().err
     assert "seed is 0, expected 1" in error and len(error.splitlines()) == 1
 
@@ -216,8 +218,8 @@ def test_verdicts_can_be_either():
     times = {"cached": 1.0, "uncached": 1.0, "alone": 3.0}
     good = dict(task="a", prefix=16, prefix_computed=0, compared=1, seconds_compared=times, difference=0.0)
     bad = good | dict(prefix_computed=1, seconds_compared=times | {"alone": 1.5}, difference=1.0)
-    assert [bar["holds"] for bar in report.bars_of([good, bad])] == [True] * 3 + [False] * 3
-    assert report.bars_of([good | dict(prefix=0, compared=0)]) == []
+    assert [bar["holds"] for bar in evaluate.bars_of([good, bad])] == [True] * 3 + [False] * 3
+    assert evaluate.bars_of([good | dict(prefix=0, compared=0)]) == []
 
 
 @pytest.mark.slow

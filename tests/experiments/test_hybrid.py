@@ -6,13 +6,12 @@ import json
 import pytest
 
 from experiments.hybrid import __main__ as hybrid
-from experiments.hybrid import bytes_moved, workloads
-from experiments.hybrid.model import random_params
-from experiments.hybrid.workloads import Writer
+from experiments.hybrid import bytes_moved, tables
+from experiments.hybrid.tables import Writer, random_params
 
 
 def test_a_turn_repeats_the_chat_before_it():
-    requests = workloads.chats(Writer(0), 2, 3, system_len=20, lengths=(5, 9))
+    requests = tables.chats(Writer(0), 2, 3, system_len=20, lengths=(5, 9))
     assert len(requests) == 6
     for nth, (prompt, _) in enumerate(requests):
         assert prompt[:20] == requests[0].prompt[:20]
@@ -35,11 +34,11 @@ def test_a_decode_step_reads_a_state_and_writes_one_in_every_block():
 def found():
     writer = Writer(0)
     named = {
-        "few-shot": workloads.few_shot(writer, 4, 70),
-        "chats": workloads.chats(writer, 2, 2, 40, (20, 40)),
-        "two levels": workloads.few_shot(writer, 4, 50),
+        "few-shot": tables.few_shot(writer, 4, 70),
+        "chats": tables.chats(writer, 2, 2, 40, (20, 40)),
+        "two levels": tables.few_shot(writer, 4, 50),
     }
-    work = hybrid.Workloads(named, {17: workloads.repeated_prefix(writer, 17, 3)})
+    work = hybrid.Workloads(named, {17: tables.repeated_prefix(writer, 17, 3)})
     scarce = {name: hybrid.SCARCE[name] for name in (hybrid.DEFAULT, hybrid.SAVED)}  # those that bars name
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hybrid, "SCARCE", scarce)

@@ -13,7 +13,7 @@ RESULTS = Path(__file__).resolve().parents[2] / "experiments" / "results"
 SHOWN = {
     "agents": "agents",
     "bookkeeping": "bookkeeping.__main__",
-    "evaluate": "evaluate.report",
+    "evaluate": "evaluate",
     "learned_prefix": "learned_prefix",
     "shared_prefix": "shared_prefix",
 }
@@ -24,7 +24,7 @@ DRAWN = {
     "fleet": "fleet.__main__",
     "hybrid": "hybrid.__main__",
     "quantised": "quantised",
-    "rollouts": "rollouts.report",
+    "rollouts": "rollouts.__main__",
     "serve": "serve.report",
     "streaming": "streaming",
     "tiers": "tiers.report",
