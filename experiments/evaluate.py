@@ -64,7 +64,11 @@ class Item(NamedTuple):
 
 
 class Task(NamedTuple):
-    """Items whose contexts begin alike.
+    """Items whose contexts begin alike: an item's is the task's prefix and what the item adds to it.
+
+    The prefix fills whole blocks, and the first block behind it holds the item's number: an item shares the
+    prefix with others, and nothing else. So what is computed for an item does not depend on which items came
+    before it, or whether any did.
 
     Attributes:
       name: As printed.
