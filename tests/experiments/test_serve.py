@@ -276,7 +276,8 @@ def test_the_time_of_a_token_is_measured_between_deliveries():
 def test_what_was_not_measured_is_a_dash(found):
     for percentiles in ({"p50": None, "p99": None}, {"p50": 0.0, "p99": 92.7}):
         found["workloads"][0]["sides"][1]["per_token_ms"] = percentiles
-        assert "| continuous | 535 | 3.6 - 12.9 | - | 0.006 | 5.2 |" in report.markdown(found)
+        row = next(line for line in report.markdown(found).splitlines() if line.startswith("| continuous |"))
+        assert row.split(" | ")[3] == "-"
 
 
 def test_titles_of_the_picture_do_not_meet_and_say_how_large_the_pool_is(found):
@@ -314,7 +315,9 @@ def test_the_command_reports_what_it_measured(monkeypatch, capsys, found):
     assert record["workloads"] == found["workloads"] and record["revision"] is not None
     path = ROOT / "experiments" / "results" / "serve.json"
     assert command.main(["--markdown", str(path)]) == 0
-    assert "| prefix cache, times none, 8-shot GSM8K | 3.2 | at least 2 | holds |" in capsys.readouterr().out
+    _, prefix, *_ = found["bars"]
+    row = f"| {prefix['bar']} | {prefix['measured']:.3g} | at least 2 | holds |"
+    assert row in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["serve", "serve_simulated"])
@@ -328,7 +331,7 @@ def test_the_documents_tables_are_those_of_the_record(name):
         readme = (ROOT / "README.md").read_text()
         batches, prefix = (bar["measured"] for bar in record["bars"][:2])
         engine, host = (side["slow_down_p99"] for side in record["interference"])
-        assert f"{batches:.2f} times those of static batches, {prefix:.2f} times with the prefix" in readme
+        assert f"{batches:.2f} times those of static batches, {prefix:.2f} times" in readme
         assert f"{engine:.2f} times that of an idle one; a dispatch per token: {host:.2f} |" in readme
 
 
