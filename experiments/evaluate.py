@@ -408,11 +408,11 @@ def main(arguments: list[str] | None = None) -> int:
         tasks = tasks_of(options)
         results = Results(options.results, settings_of(options, tasks))
     num_items = sum(len(task.items) for task in tasks)
-    with progress("items", num_items, every=8) as show:
+    with progress("items", num_items, every=8) as tell:
         for num_done, result in enumerate(
             evaluate(decoder, tasks, results, NUM_COMPARED), results.num_found + 1
         ):
-            show(num_done, result["id"])
+            tell(num_done, result["id"])
     summaries = [summary(task, results) for task in tasks]
     report = {
         "model": options.checkpoint.name,
