@@ -15,10 +15,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from experiments import evaluate
 from experiments.common import byte_model
 from experiments.common.command import InputError
-from experiments.evaluate import BLOCK_SIZE, Item, Results, Task
+from experiments.evaluate import __main__ as evaluate
+from experiments.evaluate import items
+from experiments.evaluate.__main__ import Results
+from experiments.evaluate.items import BLOCK_SIZE, Item, Task
 from experiments.train.bits_per_byte import empty_cache, losses
 from models import checkpoint
 from models.decoder import Decoder
@@ -38,8 +40,8 @@ def folder(tmp_path):
     """Files of the two benchmarks, of 30 problems."""
     (tmp_path / "text").mkdir()
     lines = [json.dumps({"question": f"{i} é?", "answer": "yes " * (i % 7 + 1)}) for i in range(30)]
-    (tmp_path / evaluate.GSM8K).write_text("\n".join(lines))
-    with gzip.open(tmp_path / evaluate.HUMAN_EVAL, "wt") as file:
+    (tmp_path / items.GSM8K).write_text("\n".join(lines))
+    with gzip.open(tmp_path / items.HUMAN_EVAL, "wt") as file:
         for i in range(30):
             file.write(json.dumps({"prompt": f"def f{i}(x):\n", "canonical_solution": f"    {i}\n"}) + "\n")
     return tmp_path
@@ -51,9 +53,9 @@ def folder(tmp_path):
 def test_items_of_a_task_share_its_prefix_and_nothing_else(folder):
     """The prefix is whole blocks, and the first block behind it tells each item from the others."""
     for task in (
-        evaluate.grade_school(folder, 20, 3),
-        evaluate.programs(folder, 20, 3),
-        evaluate.source(20, 3),
+        items.grade_school(folder, 20, 3),
+        items.programs(folder, 20, 3),
+        items.source(20, 3),
     ):
         assert len(task.prefix) % BLOCK_SIZE == 0 and len(task.items) == 20
         assert len({item.own[:BLOCK_SIZE] for item in task.items}) == 20
@@ -64,18 +66,18 @@ def test_items_of_a_task_share_its_prefix_and_nothing_else(folder):
 
 
 def test_the_right_choice_is_the_problems_own(folder):
-    for item in evaluate.programs(folder, 20, 3).items:
+    for item in items.programs(folder, 20, 3).items:
         number = int(item.id.split()[-1])
         assert item.own == f"# No. {number}\ndef f{number}(x):\n".encode()
         assert item.choices[item.right] == f"    {number}\n".encode()
-    task = evaluate.grade_school(folder, 5, 3)
+    task = items.grade_school(folder, 5, 3)
     assert task.prefix.decode().startswith("Question: 0 é?\nAnswer: yes \n\nQuestion: 1 é?")
     assert task.prefix.decode().count("Question") == 8
     assert all(int(item.own.decode().split("Question: ")[1].split()[0]) >= 8 for item in task.items)
 
 
 def test_items_are_those_of_the_seed(folder):
-    first, again, other = (evaluate.programs(folder, 9, seed) for seed in (1, 1, 2))
+    first, again, other = (items.programs(folder, 9, seed) for seed in (1, 1, 2))
     assert first == again != other
 
 
@@ -89,15 +91,15 @@ def test_items_are_those_of_the_seed(folder):
     ],
 )
 def test_files_that_do_not_fit_are_refused(folder, text, said):
-    (folder / evaluate.GSM8K).write_text(text)
+    (folder / items.GSM8K).write_text(text)
     with pytest.raises(InputError, match=said):
-        evaluate.grade_school(folder, 30, 0)
-    (folder / evaluate.GSM8K).write_text(json.dumps({"question": "q", "answer": "a"}) + "\n")
+        items.grade_school(folder, 30, 0)
+    (folder / items.GSM8K).write_text(json.dumps({"question": "q", "answer": "a"}) + "\n")
     with pytest.raises(InputError, match="has 0 items, expected 4"):
-        evaluate.grade_school(folder, 1, 0)
-    (folder / evaluate.GSM8K).unlink()
+        items.grade_school(folder, 1, 0)
+    (folder / items.GSM8K).unlink()
     with pytest.raises(InputError, match="No such file"):
-        evaluate.grade_school(folder, 30, 0)
+        items.grade_school(folder, 30, 0)
 
 
 # --- the file of results ---
@@ -150,7 +152,7 @@ def test_another_runs_results_are_refused(tmp_path, text, said):
 @pytest.mark.slow
 @pytest.mark.parametrize("num_compared", [0, 2])
 def test_choices_are_scored_behind_their_context_and_the_prefix_is_computed_once(decoder, num_compared):
-    task = evaluate.source(5, 0, prefix_len=60, own_len=21, choice_len=9)
+    task = items.source(5, 0, prefix_len=60, own_len=21, choice_len=9)
     results = Results(None, {})
     for _ in evaluate.evaluate(decoder, [task], results, num_compared):
         pass

@@ -13,7 +13,7 @@ RESULTS = Path(__file__).resolve().parents[2] / "experiments" / "results"
 SHOWN = {
     "agents": "agents",
     "bookkeeping": "bookkeeping.__main__",
-    "evaluate": "evaluate",
+    "evaluate": "evaluate.__main__",
     "learned_prefix": "learned_prefix",
     "shared_prefix": "shared_prefix",
 }
