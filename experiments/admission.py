@@ -20,7 +20,7 @@ import numpy as np
 
 import kvcache_jax as kv
 from experiments.common import command, timing
-from experiments.common.report import add_options, at_most, deliver, show_bars, show_provenance
+from experiments.common.report import add_options, at_most, deliver, table
 
 ROWS, VOCAB, PROMPT_LEN, MAX_NEW, BLOCK_SIZE = 8, 8, 20, 4, 16
 BARS = {("fcfs", 512): 100, ("fcfs", 8192): 160, ("longest prefix", 512): 140, ("longest prefix", 8192): 220}
@@ -85,8 +85,8 @@ def measure(num_requests: int, num_turns: int) -> list[dict[str, Any]]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = command.Parser("experiments.admission", __doc__)
-    parser.add_argument("--requests", type=command.integer(8), default=200, metavar="N", help="of a turn")
-    parser.add_argument("--turns", type=command.integer(1), default=15, metavar="N")
+    parser.count("--requests", 200, "of a turn", least=8)
+    parser.count("--turns", 15)
     add_options(parser, draws=False)
     options = parser.parse_args(arguments)
     records = measure(options.requests, options.turns)
@@ -98,21 +98,14 @@ def main(arguments: list[str] | None = None) -> int:
         )
         for record in records
     ]
-    deliver({"records": records, "bars": bars}, options, show)
-    return 0
-
-
-def show(report: dict[str, Any]) -> None:
-    show_provenance(report)
     columns = {
         "policy": "{policy}",
         "tokens of a row": "{max_seq_len:,}",
-        "us per step": "{median_us:.0f}",
-        "p10 - p90": lambda record: f"{record['p10_us']:.0f} - {record['p90_us']:.0f}",
+        "us per step": timing.with_spread(),
         "admitted per step": "{admitted:.2f}",
     }
-    timing.show_records("median (p10 - p90)", columns, report["records"])
-    show_bars(report)
+    deliver({"records": records, "bars": bars}, options, table("median (p10 - p90)", columns))
+    return 0
 
 
 if __name__ == "__main__":

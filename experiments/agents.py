@@ -347,14 +347,14 @@ def compare(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = command.Parser("experiments.agents", __doc__)
-    parser.add_argument("--sessions", type=command.integer(1), default=150, metavar="N")
+    parser.count("--sessions", 150)
     seconds = {"type": command.number(0.0), "metavar": "SECONDS"}
     parser.add_argument("--retain", default=300.0, help="of a turn that waits for a tool", **seconds)
     parser.add_argument("--tool", default=6.0, help="median of the time that a tool takes", **seconds)
     parser.add_argument("--user", default=120.0, help="median of the time that a user takes", **seconds)
     share = {"type": command.number(0.0), "metavar": "SHARE"}
     parser.add_argument("--reasoning", default=0.5, help="of what turns write, in the second table", **share)
-    parser.add_argument("--seed", type=command.integer(0), default=0, metavar="N")
+    parser.count("--seed", 0, least=0)
     add_options(parser, draws=False)
     options = parser.parse_args(arguments)
     if options.reasoning >= 1:

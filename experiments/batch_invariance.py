@@ -1,6 +1,6 @@
 """Question: does an answer depend on who else is in the batch, and what does it cost that it does not?
 
-Command: python -m experiments.batch_invariance [--copies N] [--dtype NAME] [--json]
+Command: python -m experiments.batch_invariance [--copies N] [--json]
 Machine: 2 cores of an AMD EPYC, other work beside it; jax 0.12.0
 Answer:  By default it does: 1,000 copies of a prompt get one text, but log-probabilities of 45 different bit
   patterns. Batch-invariant, all copies get the same bits, in 1.06 times the time. All of 204 sampled tokens
@@ -177,18 +177,15 @@ def score_again(
 _losses = jax.jit(losses)
 
 
-def bars_of(default: Mode, invariant: Mode, scores: dict[str, float], is_float32: bool) -> list[dict]:
+def bars_of(default: Mode, invariant: Mode, scores: dict[str, float]) -> list[dict]:
     """What must hold, and whether it does."""
-    ratio = invariant.seconds / default.seconds
-    bars = [
+    ratio, largest = invariant.seconds / default.seconds, scores["largest_difference"]
+    return [
         at_most("distinct answers to the bit, batch-invariant", invariant.num_bits, 1),
         at_most("tokens whose log-probability the engine says otherwise", _num_unequal(scores), 0),
         at_most("time, in times of the default", ratio, MOST_RATIO),
+        at_most("difference from the forward pass of training", largest, MOST_DIFFERENCE),
     ]
-    if is_float32:
-        largest = scores["largest_difference"]
-        bars.append(at_most("difference from the forward pass of training", largest, MOST_DIFFERENCE))
-    return bars
 
 
 def _num_unequal(scores: dict[str, float]) -> float:
@@ -209,7 +206,7 @@ MODES = {
 def show(report: dict) -> None:
     """Prints a report, the object of `--json`, as tables."""
     show_provenance(report)
-    title = f"{report['copies']} copies of a prompt among as many others, {report['dtype']}"
+    title = f"{report['copies']} copies of a prompt among as many others"
     timing.show_records(title, MODES, report["modes"])
     print(f"  {report['scores']['num_tokens']} tokens scored again")
     show_bars(report)
@@ -218,13 +215,10 @@ def show(report: dict) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Measures, prints, and says by its exit code whether all bars hold."""
     parser = command.Parser("experiments.batch_invariance", __doc__)
-    parser.add_argument("--copies", type=command.integer(2), default=1000, metavar="N", help="default: 1000")
-    parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), default="float32", help="default: float32"
-    )
+    parser.count("--copies", 1000, least=2)
     add_options(parser, draws=False)
     options = parser.parse_args(arguments)
-    decoder = checkpoint.load(corpus.MODEL, dtype=jnp.dtype(options.dtype))
+    decoder = checkpoint.load(corpus.MODEL, dtype=jnp.float32)
     data = np.frombuffer(next(iter(corpus.held_out_files().values())), np.uint8).astype(np.int32)
     requests = requests_of(data, options.copies)
     engines = {"default": make_engine(decoder, False), "batch-invariant": make_engine(decoder, True)}
@@ -233,10 +227,9 @@ def main(arguments: list[str] | None = None) -> int:
     scores = score_again(decoder, engines["batch-invariant"], requests, found)
     report = {
         "copies": options.copies,
-        "dtype": options.dtype,
         "modes": [dataclasses.asdict(mode) for mode in (default, invariant)],
         "scores": scores,
-        "bars": bars_of(default, invariant, scores, options.dtype == "float32"),
+        "bars": bars_of(default, invariant, scores),
     }
     deliver(report, options, show)
     return 0 if all(bar["holds"] for bar in report["bars"]) else 1

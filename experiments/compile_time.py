@@ -16,21 +16,20 @@ seconds until the first call is ready to run, for one program or several. So is 
 programs are kept in files meanwhile. Of repeats the least total is kept: other work only adds.
 """
 
-import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 import kvcache_jax as kv
-from experiments.common import command, timing
-from experiments.common.report import add_options, at_most, deliver, show_bars, show_provenance
+from experiments.common import command
+from experiments.common.compiled_programs import Cost, nothing_kept, watched
+from experiments.common.report import add_options, at_most, deliver, table
 from experiments.decode import __main__ as decode
 from experiments.decode import options as decode_options
 from models.decoder import Decoder, DecoderConfig, cache_config, forward
@@ -44,44 +43,6 @@ LAYER: dict[str, Any] = dict(
     vocab_size=64, hidden_size=32, mlp_size=64, num_q_heads=4, num_kv_heads=2, head_dim=8
 )
 SIZES: dict[str, Any] = dict(max_seqs=NUM_ROWS, max_seq_len=256, num_blocks=128, block_size=16)
-_EVENTS = {
-    "/jax/core/compile/jaxpr_trace_duration": "trace_s",
-    "/jax/core/compile/jaxpr_to_mlir_module_duration": "lower_s",
-    "/jax/core/compile/backend_compile_duration": "compile_s",
-}
-
-
-@dataclasses.dataclass
-class Cost:
-    """Seconds until the programs of something are ready to run."""
-
-    name: str
-    trace_s: float = 0.0
-    lower_s: float = 0.0
-    compile_s: float = 0.0
-    num_programs: int = 0
-
-    @property
-    def total_s(self) -> float:
-        return self.trace_s + self.lower_s + self.compile_s
-
-
-@contextlib.contextmanager
-def watched(name: str) -> Iterator[Cost]:
-    """Adds up what JAX compiles within the `with`, of which nothing is compiled yet."""
-    cost = Cost(name)
-
-    def add(event: str, duration_secs: float, **_: Any) -> None:
-        if event in _EVENTS:
-            setattr(cost, _EVENTS[event], getattr(cost, _EVENTS[event]) + duration_secs)
-            cost.num_programs += _EVENTS[event] == "compile_s"
-
-    jax.clear_caches()
-    jax.monitoring.register_event_duration_secs_listener(add)
-    try:
-        yield cost
-    finally:
-        jax.monitoring.unregister_event_duration_listener(add)
 
 
 def least(repeats: int, measure: Callable[[], Cost]) -> Cost:
@@ -165,6 +126,7 @@ def operations() -> dict[str, Callable[[], Any]]:
 
 def operation_costs(repeats: int) -> list[Cost]:
     def measure(name: str, call: Callable[[], Any]) -> Cost:
+        jax.clear_caches()
         with watched(name) as cost:
             jax.block_until_ready(call())
         return cost
@@ -179,6 +141,7 @@ def demo_cost(arguments: Sequence[str] = ()) -> Cost:
     """The warm-up of `python -m experiments.decode` with these arguments."""
     parser = decode_options.make_parser(decode.__doc__)
     job = decode.prepare(decode_options.parse(parser, list(arguments)))
+    jax.clear_caches()
     with watched("demo, its warm-up") as cost:
         decode.warm_up(job)
     return cost
@@ -207,34 +170,16 @@ COLUMNS = {
 }
 
 
-def show(report: dict) -> None:
-    """Prints a report, the object of `--json`, as tables."""
-    show_provenance(report)
-    timing.show_records("until the programs are ready", COLUMNS, report["records"])
-    show_bars(report)
-
-
-@contextlib.contextmanager
-def without_compilation_cache() -> Iterator[None]:
-    """Nothing comes from files that an earlier process left."""
-    name = "jax_enable_compilation_cache"
-    before = getattr(jax.config, name)
-    jax.config.update(name, False)
-    try:
-        yield
-    finally:
-        jax.config.update(name, before)
+show = table("until the programs are ready", COLUMNS)
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = command.Parser("experiments.compile_time", __doc__)
-    parser.add_argument(
-        "--repeats", type=command.integer(1), default=3, metavar="N", help="of all but the demo; default: 3"
-    )
+    parser.count("--repeats", 3, "of all but the demo")
     parser.add_argument("--no-demo", action="store_true", help="leave the demo out")
     add_options(parser, draws=False)
     options = parser.parse_args(arguments)
-    with without_compilation_cache():
+    with nothing_kept():
         steps = step_costs(options.repeats)
         costs = [*([] if options.no_demo else [demo_cost()]), *steps, *operation_costs(options.repeats)]
     report = {

@@ -15,7 +15,7 @@ import time
 from typing import Any
 
 from experiments.common import command, timing
-from experiments.common.report import add_options, at_least, at_most, deliver, show_bars, show_provenance
+from experiments.common.report import add_options, at_least, at_most, deliver, table
 
 NUM_LAYERS, NUM_KV_HEADS, NUM_Q_HEADS, DIM, VOCAB, WIDTH = 2, 2, 8, 64, 512, 512
 NUM_ROWS, BLOCK_SIZE, NUM_DEVICES = 4, 32, (1, 2, 4)
@@ -81,8 +81,8 @@ def decode(num_devices: int, num_tokens: int, num_steps: int) -> tuple[dict[str,
 
 def main(arguments: list[str] | None = None) -> int:
     parser = command.Parser("experiments.context", __doc__)
-    parser.add_argument("--steps", type=command.integer(2), default=40, metavar="N")
-    parser.add_argument("--tokens", type=command.integer(WIDTH), default=8 * WIDTH, metavar="N")
+    parser.count("--steps", 40, least=2)
+    parser.count("--tokens", 8 * WIDTH, least=WIDTH)
     add_options(parser, draws=False)
     options = parser.parse_args(arguments)
     import jax
@@ -106,12 +106,6 @@ def main(arguments: list[str] | None = None) -> int:
             at_most(f"difference of attention, {num} devices", record["difference"], 1e-6),
             at_most(f"share of the memory on each of {num} devices", share, 1 / num),
         ]
-    deliver({"records": list(records), "bars": bars}, options, show)
-    return 0
-
-
-def show(report: dict[str, Any]) -> None:
-    show_provenance(report)
     columns = {
         "devices": "{devices}",
         "MiB on each": lambda record: f"{record['bytes'] / 2**20:.1f}",
@@ -119,8 +113,8 @@ def show(report: dict[str, Any]) -> None:
         "difference": "{difference:.1e}",
         **timing.ms_columns(),
     }
-    timing.show_records("a step of four rows", columns, report["records"])
-    show_bars(report, 6)
+    deliver({"records": list(records), "bars": bars}, options, table("a step of four rows", columns, 6))
+    return 0
 
 
 if __name__ == "__main__":

@@ -197,7 +197,7 @@ def study(prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = command.Parser("experiments.disaggregated", __doc__)
-    parser.add_argument("--prompts", type=command.integer(1), default=8, metavar="N")
+    parser.count("--prompts", 8)
     parser.add_argument("--give", action="store_true", help=argparse.SUPPRESS)
     add_options(parser, draws=False)
     options = parser.parse_args(arguments)

@@ -23,7 +23,7 @@ import numpy as np
 
 import kvcache_jax as kv
 from experiments.common import command, corpus, timing
-from experiments.common.report import add_options, at_least, at_most, deliver, show_bars, show_provenance
+from experiments.common.report import add_options, at_least, at_most, deliver, table
 from experiments.serve.server import Server
 from experiments.serve.sides import CONTINUOUS, Sizes, make_engine, warm_up
 from experiments.serve.workload import human_eval
@@ -153,10 +153,8 @@ def speeds(decoder: Any, num_requests: int) -> dict[str, list[float]]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = command.Parser("experiments.first_token", __doc__)
-    parser.add_argument("--trials", type=command.integer(1), default=12, metavar="N")
-    parser.add_argument(
-        "--requests", type=command.integer(1), default=48, metavar="N", help="of the tokens a second"
-    )
+    parser.count("--trials", 12)
+    parser.count("--requests", 48, "of the tokens a second")
     add_options(parser, draws=False)
     options = parser.parse_args(arguments)
     decoder = checkpoint.load(corpus.MODEL, dtype=jnp.float32)
@@ -179,22 +177,10 @@ def main(arguments: list[str] | None = None) -> int:
     ]
     low, ratio, high = timing.ratios(rates["chosen"], rates["32 steps"])
     bars.append(at_least(f"tokens/s, times those of 32 steps ({low:.2f} - {high:.2f})", ratio, LEAST_SPEED))
+    columns = {"ms": "{moment}"} | {way: timing.with_spread(way, 1e3) for way in WAYS}
+    show = table("median (p10 - p90)", columns)
     deliver({"records": records, "tokens_per_s": rates, "bars": bars}, options, show)
     return 0
-
-
-def show(report: dict[str, Any]) -> None:
-    show_provenance(report)
-
-    def column(way: str) -> Any:
-        figures = "median_us", "p10_us", "p90_us"
-        return lambda record: "{:.0f} ({:.0f} - {:.0f})".format(
-            *(record[way][name] / 1e3 for name in figures)
-        )
-
-    columns = {"ms": "{moment}"} | {way: column(way) for way in WAYS}
-    timing.show_records("median (p10 - p90)", columns, report["records"])
-    show_bars(report)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """Question: can one train through the cache: a prefix that is stored once, forked, copied on write, attended?
 
-Command: python -m experiments.learned_prefix [--json] [--steps N] [--data DIR]
+Command: python -m experiments.learned_prefix [--json] [--steps N]
 Machine: 2 cores of an AMD EPYC, busy with other work; jax 0.12.0
 Answer:  yes. After 40 steps 1.85 to 1.86 bits per byte at three seeds, 2.04 without a prefix (2.05 to 2.14
-  behind the prefix as it started). The gradient is the dense reference's to 7e-7. It needs 2.0 pools of
-  temporary memory at 4 and at 16 layers, 3.7 and 3.2 where the rows' tables are as large as the pool.
+  behind the prefix as it started). The gradient is the dense reference's to 7e-7. What it takes of memory
+  prints `python -m tests.attention.gradient_program`.
 Record:  experiments/results/learned_prefix.json.
 
 The decoder stays as it is. What is learned are the keys and values of PREFIX_LEN tokens that nobody wrote
@@ -12,22 +12,20 @@ The decoder stays as it is. What is learned are the keys and values of PREFIX_LE
 of the batch, each row copies the last, shared block when it extends by its own tokens, and the gradient comes
 back through all of that. They start as what the cache keeps of a piece of the text (`kv.gather`).
 
-The text is held-out source of the standard library in capital letters, which the model has hardly seen; with
-`--data DIR`, if DIR has it, tinyshakespeare.txt. What is measured was not trained on, by model or prefix.
+The text is held-out source of the standard library in capital letters, which the model has hardly seen. What
+is measured was not trained on, by model or prefix.
 """
 
 import functools
 import math
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 
 import kvcache_jax as kv
 from experiments.common import byte_model, command, corpus, timing
@@ -41,9 +39,6 @@ NUM_ROWS, LENGTH = 8, 128
 SEEDS = (0, 1, 2)
 LEARNING_RATE = 0.03
 NUM_BATCHES = 8  # that are measured, of NUM_ROWS windows each
-SHAKESPEARE = "tinyshakespeare.txt"
-_LARGE_TABLES = "tables as large as the pool"
-_LEAST_BYTES = 20 * LENGTH  # windows of a tenth of it are measured on
 
 
 class Prefix(NamedTuple):
@@ -118,42 +113,6 @@ def gradient_error(decoder: Decoder, prefix: Prefix, windows: jax.Array, cache: 
     return float(jnp.stack(errors).max())
 
 
-def gradient_pools(num_layers: int, is_full: bool) -> float:
-    """Temporary memory that the compiled gradient needs per byte of the pools.
-
-    By two compilations with the same rows and tokens, whose pools differ: what does not grow with them is
-    activations. `is_full`: the rows' tables grow with the pools, so that they could hold all blocks.
-    """
-    config = DecoderConfig(
-        vocab_size=16,
-        hidden_size=16,
-        mlp_size=16,
-        num_layers=num_layers,
-        num_q_heads=2,
-        num_kv_heads=2,
-        head_dim=8,
-    )
-    decoder = jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
-    shape = (num_layers, PREFIX_LEN, config.num_kv_heads, config.head_dim)
-    prefix = jax.eval_shape(lambda: Prefix(jnp.zeros(shape), jnp.zeros(shape)))
-    windows = jax.ShapeDtypeStruct((2, 9), jnp.int32)
-    temporary, pools = [], []
-    for num_blocks in (128, 1024):
-        columns = num_blocks // windows.shape[0] if is_full else 4
-        sizes = dict(
-            max_seqs=3, num_blocks=num_blocks, block_size=BLOCK_SIZE, max_seq_len=columns * BLOCK_SIZE
-        )
-        cache = jax.eval_shape(
-            lambda s=sizes: kv.allocate(kv.init(cache_config(config, **s)), [0], [PREFIX_LEN])[0]
-        )
-        gradient = jax.jit(jax.grad(lambda *x: losses(*x).mean()))
-        memory = gradient.lower(prefix, decoder, windows, cache).compile().memory_analysis()
-        assert memory is not None, "this platform's compiler does not report memory"
-        temporary.append(memory.temp_size_in_bytes)
-        pools.append(kv.memory_bytes(cache.config))
-    return (temporary[1] - temporary[0]) / (pools[1] - pools[0])
-
-
 @functools.partial(jax.jit, static_argnames="optimizer")
 def update(prefix, optimizer_state, decoder, windows, cache, *, optimizer):
     """One step: the new prefix, the new state, the mean loss in nats."""
@@ -179,23 +138,10 @@ def learn(
     return prefix, bits
 
 
-def read_texts(data: Path | None) -> tuple[str, np.ndarray, np.ndarray]:
-    """What the text is, its bytes to learn from and its bytes to measure on.
-
-    Raises:
-      InputError: the text that is there is too short.
-    """
-    plays = [] if data is None else sorted(path for path in data.rglob(SHAKESPEARE) if path.is_file())
-    if plays:
-        play = plays[0]
-        text = np.frombuffer(play.read_bytes(), np.uint8)
-        if len(text) < _LEAST_BYTES:
-            raise command.InputError(f"{play} has {len(text)} bytes, expected at least {_LEAST_BYTES}")
-        return SHAKESPEARE, text[: len(text) * 9 // 10], text[len(text) * 9 // 10 :]
+def read_texts() -> tuple[np.ndarray, np.ndarray]:
+    """Bytes to learn from, and bytes to measure on."""
     files = [file.upper() for file in corpus.held_out_files().values()]
-    learn_from, held_out = (b"".join(part) for part in (files[::2], files[1::2]))
-    name = "held-out standard library in capital letters"
-    return name, np.frombuffer(learn_from, np.uint8), np.frombuffer(held_out, np.uint8)
+    return tuple(np.frombuffer(b"".join(part), np.uint8) for part in (files[::2], files[1::2]))  # type: ignore
 
 
 def mean_bits(nats: Callable[[np.ndarray], jax.Array], text: np.ndarray) -> float:
@@ -206,8 +152,8 @@ def mean_bits(nats: Callable[[np.ndarray], jax.Array], text: np.ndarray) -> floa
     return float(np.mean(means)) / math.log(2)
 
 
-def measure(decoder: Decoder, texts: tuple[str, np.ndarray, np.ndarray], num_steps: int) -> dict:
-    name, learn_from, held_out = texts
+def measure(decoder: Decoder, num_steps: int) -> dict:
+    learn_from, held_out = read_texts()
     cache = empty_cache(decoder.config, PREFIX_LEN, NUM_ROWS, LENGTH)
     nothing = bits_per_byte.empty_cache(decoder.config, NUM_ROWS, LENGTH)
     with_prefix, without = jax.jit(losses), jax.jit(bits_per_byte.losses)
@@ -232,15 +178,11 @@ def measure(decoder: Decoder, texts: tuple[str, np.ndarray, np.ndarray], num_ste
                 "seconds": time.perf_counter() - start,
             }
         )
-    return {"text": name, "num_steps": num_steps, "without": bits_without, "seeds": seeds, "error": error}
+    return {"num_steps": num_steps, "without": bits_without, "seeds": seeds, "error": error}
 
 
-def bars_of(measured: dict, pools: dict[str, float]) -> list[dict]:
+def bars_of(measured: dict) -> list[dict]:
     bars = [("gradient, off the dense reference", measured["error"], 1e-4)]
-    for name, value in pools.items():
-        # On CPUs XLA makes the zero gradient of a scan's cache that is thrown away before it is needed.
-        most = 4 if name.endswith(_LARGE_TABLES) else 3
-        bars.append((f"temporary pools of the gradient, {name}", value, most))
     bars += [
         (f"bits per byte, seed {seed['seed']}", seed["after"], measured["without"])
         for seed in measured["seeds"]
@@ -259,7 +201,7 @@ COLUMNS = {
 def show(report: dict) -> None:
     """Prints a report, the object of `--json`, as tables."""
     show_provenance(report)
-    title = f"bits per byte, {report['text']}; {report['num_steps']} steps; {report['without']:.3f} without"
+    title = f"bits per byte, capital letters; {report['num_steps']} steps; {report['without']:.3f} without"
     timing.show_records(title, COLUMNS, report["seeds"])
     show_bars(report)
 
@@ -267,28 +209,11 @@ def show(report: dict) -> None:
 def main(arguments: list[str] | None = None) -> int:
     parser = command.Parser("experiments.learned_prefix", __doc__)
     add_options(parser, draws=False)
-    parser.add_argument("--steps", type=command.integer(1), default=40, help="updates per seed")
-    parser.add_argument(
-        "--data", type=command.folder, metavar="DIR", help=f"folder with {SHAKESPEARE}, to learn that"
-    )
+    parser.count("--steps", 40, "updates per seed")
     byte_model.add_option(parser)
     options = parser.parse_args(arguments)
-    decoder = byte_model.load(parser, options.checkpoint)
-    with parser.refusing():
-        texts = read_texts(options.data)
-    measured = measure(decoder, texts, options.steps)
-    pools = {
-        f"{num_layers} layers, {_LARGE_TABLES if is_full else 'smaller tables'}": slope
-        for num_layers in (4, 16)
-        for is_full in (False, True)
-        for slope in [gradient_pools(num_layers, is_full)]
-    }
-    report = {
-        **measured,
-        "gradient_pools": pools,
-        "bars": bars_of(measured, pools),
-    }
-    deliver(report, options, show)
+    measured = measure(byte_model.load(parser, options.checkpoint), options.steps)
+    deliver(measured | {"bars": bars_of(measured)}, options, show)
     return 0
 
 

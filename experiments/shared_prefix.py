@@ -13,7 +13,6 @@ results. Times are of a layer.
 """
 
 import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +21,7 @@ import numpy as np
 
 import kvcache_jax as kv
 from experiments.common import command, timing
-from experiments.common.report import add_options, at_least, at_most, deliver, show_bars, show_provenance
+from experiments.common.report import add_options, at_least, at_most, deliver, table
 
 NUM_LAYERS, HEAD_DIM, OWN, PIECE = 4, 64, 32, 128
 MOST_DIFFERENCE = 1e-5
@@ -135,7 +134,7 @@ def measure(case: Case, num_turns: int) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = command.Parser("experiments.shared_prefix", __doc__)
-    parser.add_argument("--turns", type=command.integer(1), default=41, metavar="N", help="default: 41")
+    parser.count("--turns", 41)
     add_options(parser, draws=False)
     options = parser.parse_args(arguments)
     records = [measure(case, options.turns) for case in CASES]
@@ -148,24 +147,13 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def show(report: dict[str, Any]) -> None:
-    show_provenance(report)
-
-    def of(side: str) -> Callable[[dict[str, Any]], str]:
-        def cell(record: dict[str, Any]) -> str:
-            median, low, high = (record[side][name] for name in ("median_us", "p10_us", "p90_us"))
-            return f"{median:,.0f} ({low:,.0f} - {high:,.0f})"
-
-        return cell
-
-    columns = {
-        "rows": "{case}",
-        "together": of("together"),
-        "apart": of("apart"),
-        "times": "{times[median]:.2f} ({times[p10]:.2f} - {times[p90]:.2f})",
-    }
-    timing.show_records("microseconds of a layer, median (p10 - p90)", columns, report["records"])
-    show_bars(report)
+COLUMNS = {
+    "rows": "{case}",
+    "together": timing.with_spread("together"),
+    "apart": timing.with_spread("apart"),
+    "times": "{times[median]:.2f} ({times[p10]:.2f} - {times[p90]:.2f})",
+}
+show = table("microseconds of a layer, median (p10 - p90)", COLUMNS)
 
 
 if __name__ == "__main__":

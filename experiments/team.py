@@ -30,7 +30,7 @@ import time
 from typing import Any
 
 from experiments.common import command, timing
-from experiments.common.report import add_options, at_most, deliver, show_bars, show_provenance
+from experiments.common.report import add_options, at_most, deliver, table
 
 NUM_ROWS, NUM_STEPS, DIM, MOST_MS = 4, 32, 16, 10.0
 DEVICES = {"rows on a device": (0, -1), "heads on a device": (1, -1)}
@@ -157,8 +157,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     parser = command.Parser("experiments.team", __doc__)
     parser.add_argument("--attached", action="store_true", help="what it costs that something is attached")
-    parser.add_argument("--dispatches", type=command.integer(4), default=40, metavar="N")
-    parser.add_argument("--rounds", type=command.integer(1), default=2, metavar="N")
+    parser.count("--dispatches", 40, least=4)
+    parser.count("--rounds", 2)
     add_options(parser, draws=False)
     options = parser.parse_args(arguments)
     names = ATTACHED if options.attached else DEVICES
@@ -178,16 +178,9 @@ def main(arguments: list[str] | None = None) -> int:
         medians = [record["median_us"] / 1e3 for record in records if record["side"] == "rows on a device"]
         more_ms = medians[1] - medians[0]
         report["bars"] = [at_most("ms more for a dispatch in two processes, rows", more_ms, MOST_MS)]
-    deliver(report, options, show)
-    return 0
-
-
-def show(report: dict[str, Any]) -> None:
-    show_provenance(report)
     columns = {"": "{what}", "with": "{side}", "processes": "{processes}", **timing.ms_columns()}
-    timing.show_records("dispatches of 32 steps, all rows decoding", columns, report["records"])
-    if "bars" in report:
-        show_bars(report)
+    deliver(report, options, table("dispatches of 32 steps, all rows decoding", columns))
+    return 0
 
 
 if __name__ == "__main__":

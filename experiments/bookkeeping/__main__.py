@@ -50,6 +50,7 @@ from experiments.bookkeeping.operations import (
     LOOP,
     MAX_SEQ_LEN,
     NUM_BLOCKS,
+    NUM_ROWS,
     OPERATIONS,
     SMALL,
     Operation,
@@ -58,11 +59,68 @@ from experiments.bookkeeping.operations import (
     require_ok,
     status_of,
 )
-from experiments.bookkeeping.report import show
 from experiments.common import command
-from experiments.common.report import add_options, deliver
-from experiments.common.timing import summary, take_turns
+from experiments.common.report import add_options, at_most, deliver, show_bars, show_provenance
+from experiments.common.timing import number, show_records, show_table, spread_columns, summary, take_turns
 from experiments.peers import run_peers
+
+FIGURES = {
+    "operation": "{operation}",
+    "figure": "{figure}",
+    **spread_columns(),
+    "calls x steps": "{num_calls} x {steps_per_call}",
+    "first call (compiles)": "{first_call_s:.2f} s",
+}
+PEERS = {"peer": "{peer}", "operation": "{operation}", "variant": "{variant}", "figure": "{figure}"}
+
+
+def show(report: dict) -> None:
+    """Prints a report, the object of `--json`, as tables."""
+    show_provenance(report)
+    print("times in microseconds")
+    records = [record for record in report["records"] if record["workload"] == FULL.name]
+    title = f"{NUM_ROWS} rows, {NUM_BLOCKS:,} blocks of {BLOCK_SIZE}; {FULL}"
+    show_records(title, FIGURES, records, num_text=2)
+    _show_growth([record for record in report["records"] if record["workload"] == SMALL.name])
+
+    rows = [[field, f"{size:,}"] for field, size in report["control_bytes"].items()]
+    show_table(f"control state, {NUM_BLOCKS:,} blocks", ["field", "bytes"], rows)
+    small, large = report["decode_step_bytes"]["N"], report["decode_step_bytes"]["8N"]
+    rows = [[kind, f"{small[kind]:,}", f"{large[kind]:,}"] for kind in small]
+    show_table("compiled decode step of two layers, bytes", ["", "N blocks", "8N blocks"], rows)
+
+    _show_peers(report["peers"])
+    show_bars(report)
+
+
+def _show_growth(records: list[dict]) -> None:
+    sizes = sorted({record["num_blocks"] for record in records})
+    medians: dict[tuple[str, str], dict[int, float]] = {}
+    for record in records:
+        if record["figure"] != FLOOR:
+            key = record["operation"], record["figure"]
+            medians.setdefault(key, {})[record["num_blocks"]] = record["median_us"]
+    rows = []
+    for key, by_size in medians.items():
+        first, *larger = (by_size[size] for size in sizes)
+        rows.append(
+            [*key, number(first), *(f"{number(median)} = {median / first:.2f}x" for median in larger)]
+        )
+    header = ["operation", "figure", *(f"{size:,} blocks" for size in sizes)]
+    show_table(f"growth with the pool; {SMALL}", header, rows, num_text=2)
+
+
+def _show_peers(peers: list[dict]) -> None:
+    records = []
+    for peer in peers:
+        if "skipped" in peer:
+            print(f"\n{peer['peer']} was skipped: {peer['skipped']}")
+            print("  (install it anywhere and name that interpreter with --peers-python)")
+        name = f"{peer['peer']} {peer.get('version')}"
+        records += [{"peer": name, **record} for record in peer.get("records", [])]
+    if records:
+        show_records("peers, the same rows and blocks", {**PEERS, **spread_columns()}, records, num_text=4)
+
 
 SMALLEST_POOL = 1_024
 GROWTH = {NUM_BLOCKS: 1.5, 1_048_576: 3.0}  # blocks -> at most this many times the smallest pool's time
@@ -206,35 +264,21 @@ def control_bytes(cache: kv.Cache) -> dict[str, int]:
 
 def bars_of(full: Sequence[Timing], growth: Sequence[Sequence[Timing]], memory: dict) -> list[dict]:
     """What must hold, beside what was measured."""
-    bars = []
-
-    def add(bar: str, measured: float, limit: float, unit: str) -> None:
-        bars.append(
-            {"bar": bar, "measured": measured, "limit": limit, "unit": unit, "holds": measured <= limit}
-        )
-
-    for timing in full:
-        for figure, limit in timing.operation.bars.items():
-            add(f"{timing.operation.name}, {figure}", timing.median_us(figure), limit, "us")
+    bars = [
+        at_most(f"{timing.operation.name}, {figure}, us", timing.median_us(figure), limit)
+        for timing in full
+        for figure, limit in timing.operation.bars.items()
+    ]
     for smallest, *larger in growth:
         for timing in larger:
             for figure in smallest.figures[1:]:
                 ratio = timing.median_us(figure) / smallest.median_us(figure)
                 pools = f"{smallest.num_blocks:,} -> {timing.num_blocks:,} blocks"
-                add(
-                    f"{timing.operation.name}, {figure}, {pools}",
-                    ratio,
-                    GROWTH[timing.num_blocks],
-                    "x",
-                )
+                bar = f"{timing.operation.name}, {figure}, {pools}, times"
+                bars.append(at_most(bar, ratio, GROWTH[timing.num_blocks]))
     grown = {kind: memory["8N"][kind] - memory["N"][kind] for kind in memory["N"]}
-    add(
-        "growth of a decode step's temporaries, per growth of the pools",
-        grown["temporaries"] / grown["pools"],
-        0.01,
-        "",
-    )
-    return bars
+    bar = "growth of a decode step's temporaries, per growth of the pools"
+    return [*bars, at_most(bar, grown["temporaries"] / grown["pools"], 0.01)]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -244,12 +288,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--peers-python", action="append", default=[], metavar="PYTHON", help="where a peer is installed"
     )
-    parser.add_argument(
-        "--seconds",
-        type=command.number(0, is_above=True),
-        default=0.5,
-        help="time for one operation's figures, per pool",
-    )
+    text, positive = "time for one operation's figures, per pool", command.number(0, is_above=True)
+    parser.add_argument("--seconds", type=positive, default=0.5, help=text)
     options = parser.parse_args(arguments)
     if options.peers_python and not options.peers:
         parser.error("got --peers-python without --peers, expected both: add --peers")

@@ -38,7 +38,7 @@ import jax.numpy as jnp
 
 import kvcache_jax as kv
 from experiments.chunks import check, quality, report, rows, times, trace
-from experiments.chunks.prompts import read_prompts
+from experiments.chunks.rows import read_prompts
 from experiments.common import command, corpus
 from experiments.common.report import add_options, deliver
 from models import checkpoint

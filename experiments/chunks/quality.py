@@ -8,7 +8,7 @@ import numpy as np
 
 import kvcache_jax as kv
 from experiments.chunks import rows
-from experiments.chunks.prompts import Prompts
+from experiments.chunks.rows import Prompts
 from experiments.common import quality as common_quality
 from models.decoder import Decoder
 

@@ -10,7 +10,7 @@ import numpy as np
 
 import kvcache_jax as kv
 from experiments.chunks import rows
-from experiments.chunks.prompts import Prompts
+from experiments.chunks.rows import Prompts
 from experiments.common import timing
 from models.decoder import Decoder, forward
 

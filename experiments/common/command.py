@@ -11,7 +11,6 @@ with parser.refusing():
 
 import argparse
 import contextlib
-import errno
 import io
 import math
 import os
@@ -19,14 +18,12 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from experiments import end_at_once, on_interrupt
 from experiments.common import compiled_programs
 
 _DATA = "KVCACHE_DATA_DIR"
-_LOST = "output cannot be written"
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)  # or not there any more
 
 
 class InputError(ValueError):
@@ -45,9 +42,19 @@ class Parser(argparse.ArgumentParser):
         text = "do not keep compiled programs in the user's cache folder"
         self.add_argument("--no-cache", action=compiled_programs.NoCache, help=text)
 
-    def print_help(self, file: Any = None) -> None:
-        """Prints the options; what cannot be printed is an error, which argparse does not make of it."""
-        print(self.format_help(), end="", file=file)
+    def count(
+        self,
+        name: str,
+        default: int | None = None,
+        text: str = "",
+        *,
+        least: int = 1,
+        most: int | None = None,
+    ) -> None:
+        """Adds an option with an integer; its help tells the default."""
+        said = [text] * bool(text) + [f"default: {default}"] * (default is not None)
+        kind = integer(least, most)
+        self.add_argument(name, type=kind, default=default, metavar="N", help="; ".join(said))
 
     def error(self, message: str) -> NoReturn:
         self._end(2, message)
@@ -159,15 +166,9 @@ def wants_color(no_color: bool) -> bool:
 def run(main: Callable[[], int | None]) -> NoReturn:
     """Ends the process with `main`'s exit code.
 
-    Ctrl-C ends it quietly with 130, a pipe that nobody reads with 141. Output that cannot be written is a
-    sentence on standard error and exit code 1. Compiled programs are kept for the next start; standard error
-    says so when there are new ones.
+    Ctrl-C ends it quietly with 130, a pipe that has no reader with 141. Compiled programs are kept for the
+    next start; standard error says so when there are new ones.
     """
-    if sys.stderr is None:  # closed by who started this: `print` would take standard output instead
-        sys.stderr = open(os.devnull, "w")
-    if sys.stdout is None:
-        print(f"{_LOST}: standard output is closed; >/dev/null is for what nobody reads", file=sys.stderr)
-        sys.exit(1)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows another
     try:
@@ -178,19 +179,12 @@ def run(main: Callable[[], int | None]) -> NoReturn:
         num_new = compiled_programs.num_kept(folder) - num_kept
         if num_new > 0 and not code:
             print(f"kept {num_new} compiled programs in {folder}; --no-cache keeps none", file=sys.stderr)
-        on_interrupt(end_at_once)
         sys.stdout.flush()
     except KeyboardInterrupt:
         code = 130
     except BrokenPipeError:
-        _forget_output()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # which Python flushes once more
         code = 141
-    except OSError as error:
-        lost = _flush_error()
-        if lost is None and error.errno not in _FULL:  # what is full may be another file
-            raise
-        print(f"{_LOST}: {(lost or error).strerror}", file=sys.stderr)
-        code = 1
     on_interrupt(end_at_once)
     sys.exit(code)
 
@@ -200,21 +194,6 @@ def _code(main: Callable[[], int | None]) -> int | str | None:
         return main()
     except SystemExit as end:  # of `--help` too, whose text is to be flushed
         return end.code
-
-
-def _flush_error() -> OSError | None:
-    """Why standard output cannot be written, if it cannot."""
-    try:
-        sys.stdout.flush()
-    except OSError as error:
-        _forget_output()
-        return error
-    return None
-
-
-def _forget_output() -> None:
-    """Python flushes standard output once more at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _range(least: float, most: float | None, is_above: bool = False) -> str:

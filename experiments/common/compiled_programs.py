@@ -5,10 +5,19 @@ JAX_ENABLE_COMPILATION_CACHE=false keeps nothing, as does the option --no-cache 
 """
 
 import argparse
+import contextlib
+import dataclasses
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+_EVENTS = {
+    "/jax/core/compile/jaxpr_trace_duration": "trace_s",
+    "/jax/core/compile/jaxpr_to_mlir_module_duration": "lower_s",
+    "/jax/core/compile/backend_compile_duration": "compile_s",
+}
 
 
 class NoCache(argparse.Action):
@@ -23,29 +32,15 @@ class NoCache(argparse.Action):
             sys.modules["jax"].config.update("jax_enable_compilation_cache", False)
 
 
-def user_folder() -> Path:
-    """The folder of kvcache_jax in the user's cache folder.
-
-    Raises:
-      RuntimeError: the user has no home.
-    """
-    named = os.environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(named):
-        return Path(named) / "kvcache_jax"
-    if sys.platform == "win32" and os.environ.get("LOCALAPPDATA"):
-        return Path(os.environ["LOCALAPPDATA"]) / "kvcache_jax"
-    return Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "kvcache_jax"
-
-
 def keep() -> Path | None:
     """Has jax keep all programs in the user's folder; None where it keeps none, or elsewhere."""
     jax = sys.modules.get("jax")
     if jax is None or jax.config.jax_compilation_cache_dir or not jax.config.jax_enable_compilation_cache:
         return None
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "kvcache_jax")
     try:
-        folder = user_folder()
         folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):
+    except OSError:
         return None
     if not os.access(folder, os.W_OK):
         return None
@@ -59,3 +54,53 @@ def keep() -> Path | None:
 def num_kept(folder: Path | None) -> int:
     """Programs in the folder."""
     return sum(1 for _ in folder.glob("*-cache")) if folder else 0
+
+
+@dataclasses.dataclass
+class Cost:
+    """Seconds until the programs of something are ready to run."""
+
+    name: str
+    trace_s: float = 0.0
+    lower_s: float = 0.0
+    compile_s: float = 0.0
+    num_programs: int = 0
+
+    @property
+    def total_s(self) -> float:
+        return self.trace_s + self.lower_s + self.compile_s
+
+
+@contextlib.contextmanager
+def watched(name: str) -> Iterator[Cost]:
+    """Adds up what jax compiles within the `with`."""
+    import jax.monitoring
+
+    cost = Cost(name)
+
+    def add(event: str, duration_secs: float, **_: Any) -> None:
+        if event in _EVENTS:
+            setattr(cost, _EVENTS[event], getattr(cost, _EVENTS[event]) + duration_secs)
+            cost.num_programs += _EVENTS[event] == "compile_s"
+
+    jax.monitoring.register_event_duration_secs_listener(add)
+    try:
+        yield cost
+    finally:
+        jax.monitoring.unregister_event_duration_listener(add)
+
+
+@contextlib.contextmanager
+def nothing_kept() -> Iterator[None]:
+    """Within it no compiled program is taken from a file, and none is kept."""
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # jax looks at the setting once
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()

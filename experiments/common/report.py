@@ -126,6 +126,18 @@ def show_bars(report: dict[str, Any], digits: int = 3) -> None:
     print(f"\n{num_failed} of {len(bars)} bars do not hold; {report['seconds']:.0f} s in all")
 
 
+def table(title: str, columns: timing.Columns, digits: int = 3) -> Callable[[dict[str, Any]], None]:
+    """Makes the function that prints a report of one table: its records, and bars if it has any."""
+
+    def show(report: dict[str, Any]) -> None:
+        show_provenance(report)
+        timing.show_records(title, columns, report["records"])
+        if "bars" in report:
+            show_bars(report, digits)
+
+    return show
+
+
 def limit_of(bar: dict[str, Any]) -> str:
     """Words a bar's limit."""
     name = next(name for name in _LIMITS if name in bar)

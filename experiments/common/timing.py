@@ -112,6 +112,18 @@ def spread_columns(unit_us: float = 1.0) -> Columns:
     }
 
 
+def with_spread(key: str | None = None, unit_us: float = 1.0, digits: int = 0) -> Callable[[Any], str]:
+    """Words of a `summary`, or of a record's under a key, the median and the spread: 5 (4 - 7)."""
+
+    def words(record: Any) -> str:
+        found = record if key is None else record[key]
+        names = "median_us", "p10_us", "p90_us"
+        median, low, high = (f"{found[name] / unit_us:,.{digits}f}" for name in names)
+        return f"{median} ({low} - {high})"
+
+    return words
+
+
 def show_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], num_text: int = 1) -> None:
     """Prints a table whose first `num_text` columns are words; a terminal shows verdicts in colour."""
     if sys.stdout.isatty():

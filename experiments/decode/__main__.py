@@ -1,8 +1,8 @@
 """Question: what does a decoder say, and what does its cache do meanwhile?
 
-Command: python -m experiments.decode [PROMPT ...] [--samples N | --beams N] [--speculative K] [--greedy]
-         [--checkpoint DIR] [--prompts FILE] [--picture out.png] [--json]; --help lists the others
-         python -m experiments.decode --map [--picture out.png]     a small cache, step by step
+Command: python -m experiments.decode [PROMPT ...] [--samples N] [--speculative K] [--greedy]
+         [--checkpoint DIR] [--prompts FILE] [--json]; --help lists the others
+         python -m experiments.decode --map     a small cache, step by step
 Answer:  text while it is decoded, figures, and who held which block when: samples share their prompt.
 
 Prompts are arguments, the lines of a file or standard input, or two of our own. What is wrong with the input
@@ -18,7 +18,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,13 @@ import numpy as np
 import kvcache_jax as kv
 from experiments.common import command
 from experiments.common.command import InputError
-from experiments.decode import block_map_demo, timeline
+from experiments.decode import block_map_demo
 from experiments.decode import options as decode_options
 from experiments.decode import view as decode_view
 from kvcache_jax.core.config import format_bytes
 from kvcache_jax.core.describe import control_bytes
 from models import checkpoint
-from models.decoder import Decoder, cache_config, forward
+from models.decoder import Decoder, forward
 from models.tokenizer import Tokenizer
 
 
@@ -45,7 +45,6 @@ class Job:
     options: argparse.Namespace
     decoder: Decoder
     tokenizer: Tokenizer
-    draft: kv.Draft | None
     prompts: list[str]
     tokens: list[list[int]]
     config: kv.CacheConfig
@@ -58,10 +57,10 @@ class Job:
 
 @dataclasses.dataclass
 class Outcome:
-    """What came of it, whether by `generate` or by `beam_search`; continuations per prompt, in order."""
+    """What came of it; continuations per prompt, in order."""
 
-    continuations: Sequence[Sequence[kv.decoding.Generation | kv.decoding.Beam]]
-    result: kv.decoding.GenerateResult | kv.decoding.BeamResult
+    continuations: Sequence[Sequence[kv.decoding.Generation]]
+    result: kv.decoding.GenerateResult
     check_ins: list[kv.decoding.Snapshot]
     warm_up_seconds: float
 
@@ -81,9 +80,8 @@ def prepare(options: argparse.Namespace) -> Job:
     tokenizer = checkpoint.load_tokenizer(options.checkpoint)
     tokens = decode_options.encode(prompts, tokenizer, decoder.config)
     config = decode_options.plan(options, decoder.config, tokens)
-    draft = _load_draft(options, decoder, config) if options.draft else None
-    _check_memory(options, config, decoder, draft)
-    return Job(options, decoder, tokenizer, draft, prompts, tokens, config)
+    _check_memory(options, config, decoder)
+    return Job(options, decoder, tokenizer, prompts, tokens, config)
 
 
 def _load(options: argparse.Namespace, folder: Path) -> Decoder:
@@ -99,24 +97,9 @@ def _load(options: argparse.Namespace, folder: Path) -> Decoder:
     return checkpoint.load(folder, dtype=dtype or ("float32" if jax.default_backend() == "cpu" else None))
 
 
-def _load_draft(options: argparse.Namespace, decoder: Decoder, config: kv.CacheConfig) -> kv.Draft:
-    model = _load(options, options.draft)
-    if model.config.vocab_size != decoder.config.vocab_size:
-        raise InputError(
-            f"--draft {options.draft} has {model.config.vocab_size} tokens, "
-            f"expected the model's {decoder.config.vocab_size}"
-        )
-    names = "block_size", "max_seqs", "max_seq_len", "max_query_len", "num_blocks"
-    sizes = {name: getattr(config, name) for name in names}
-    return kv.Draft(forward, model, cache_config(model.config, max_rollback=options.speculative, **sizes))
-
-
-def _check_memory(
-    options: argparse.Namespace, config: kv.CacheConfig, decoder: Decoder, draft: kv.Draft | None
-) -> None:
+def _check_memory(options: argparse.Namespace, config: kv.CacheConfig, decoder: Decoder) -> None:
     """Before anything is made: a CPU hands out memory that it does not have, and ends the process later."""
-    caches = [config, *([draft.config] if draft else [])]
-    need = sum(kv.memory_bytes(cache) + control_bytes(cache) for cache in caches)
+    need = kv.memory_bytes(config) + control_bytes(config)
     # The logits of a piece, the largest of what else grows with the rows; tokens and their log-probabilities.
     need += 4 * (config.query_len_limit + config.max_seqs) * decoder.config.vocab_size
     need += 8 * config.max_seqs * config.max_seq_len
@@ -124,7 +107,7 @@ def _check_memory(
     if free is not None and need > free:
         raise InputError(
             f"decoding needs {format_bytes(need)}, but {format_bytes(free)} of memory are free: "
-            f"lower {decode_options.sizes_of(options)}"
+            f"lower {decode_options.SIZES}"
         )
 
 
@@ -139,48 +122,25 @@ def _free_bytes() -> int | None:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 return 1024 * int(line.split()[1])
-    with contextlib.suppress(AttributeError, ValueError, OSError):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return None
-
-
-class _WarmedUpError(Exception):
-    """Ends a beam search whose programs are compiled."""
 
 
 def warm_up(job: Job) -> float:
     """Compiles the programs by two tokens of prompts that share nothing; returns the seconds."""
     start = time.perf_counter()
     try:
-        if job.options.beams:
-            with contextlib.suppress(_WarmedUpError):
-                search(job, _prompts(job), kv.decoding.Watch(None, _stop_at_the_second_check_in, 1))
-        else:
-            generate(job, _prompts(job), 2, kv.decoding.Watch(check_in_every=8))
-            if job.config.enable_prefix_caching:
-                # Asked of prompts that share blocks.
-                tokens = np.zeros((1, job.config.max_seq_len), np.int32)
-                kv.lookup(kv.init(job.config, storage=False), tokens, [1])
+        generate(job, [tokens[:1] for tokens in job.tokens], 2, kv.decoding.Watch(check_in_every=8))
+        if job.config.enable_prefix_caching:
+            # Asked of prompts that share blocks.
+            tokens = np.zeros((1, job.config.max_seq_len), np.int32)
+            kv.lookup(kv.init(job.config, storage=False), tokens, [1])
     except NotImplementedError as error:
         raise InputError(str(error)) from error
     except jax.errors.JaxRuntimeError as error:
         if "out of memory" not in str(error).lower():
             raise
-        lower = decode_options.sizes_of(job.options)
-        raise InputError(f"decoding does not fit into memory: lower {lower}") from error
+        raise InputError(f"decoding does not fit into memory: lower {decode_options.SIZES}") from error
     return time.perf_counter() - start
-
-
-def _prompts(job: Job) -> list[list[int]]:
-    """As many prompts as the job has, of one token each."""
-    return [tokens[:1] for tokens in job.tokens]
-
-
-def _stop_at_the_second_check_in(
-    check_in: kv.decoding.Snapshot, beams: Sequence[Sequence[kv.decoding.Beam]]
-) -> None:
-    if check_in.num_steps:
-        raise _WarmedUpError
 
 
 def generate(
@@ -198,26 +158,11 @@ def generate(
             temperature=options.temperature,
             top_k=options.top_k,
             top_p=options.top_p,
-            min_p=options.min_p,
             seed=options.seed,
         ),
         stop_tokens=job.tokenizer.stop_tokens,
         stop_strings=kv.decoding.StopStrings(options.stop, job.text),
-        drafts=kv.decoding.Drafts(options.speculative, job.draft) if options.speculative else None,
-        prefill_len=decode_options.PREFILL_LEN,
-        watch=watch,
-    )
-
-
-def search(job: Job, prompts: Sequence[Sequence[int]], watch: kv.decoding.Watch) -> kv.decoding.BeamResult:
-    return kv.beam_search(
-        forward,
-        job.decoder,
-        prompts,
-        job.config,
-        max_new_tokens=min(job.options.max_new, job.config.max_seq_len - max(map(len, job.tokens))),
-        num_beams=job.options.beams,
-        stop_tokens=job.tokenizer.stop_tokens,
+        drafts=kv.decoding.Drafts(options.speculative) if options.speculative else None,
         prefill_len=decode_options.PREFILL_LEN,
         watch=watch,
     )
@@ -227,21 +172,13 @@ def decode(job: Job, view: decode_view.View) -> Outcome:
     """Warms up, then decodes; `view` is told meanwhile."""
     check_ins: list[kv.decoding.Snapshot] = []
 
-    def noting(on_check_in: Callable[..., None]) -> Callable[..., None]:
-        def note(check_in: kv.decoding.Snapshot, *beams: Any) -> None:
-            check_ins.append(check_in)
-            on_check_in(check_in, *beams)
+    def note(check_in: kv.decoding.Snapshot) -> None:
+        check_ins.append(check_in)
+        view.on_check_in(check_in)
 
-        return note
-
-    with view.compiling():
-        seconds = warm_up(job)
     with view:
-        if job.options.beams:
-            found = search(job, job.tokens, kv.decoding.Watch(None, noting(view.on_beams), 8))
-            return Outcome(found.beams, found, check_ins, seconds)
-        watch = kv.decoding.Watch(view.on_tokens, noting(view.on_check_in), 8)
-        result = generate(job, job.tokens, job.options.max_new, watch)
+        seconds = warm_up(job)
+        result = generate(job, job.tokens, job.options.max_new, kv.decoding.Watch(view.on_tokens, note, 8))
     per_prompt = [[g for g in result.generations if g.prompt_id == i] for i in range(len(job.prompts))]
     return Outcome(per_prompt, result, check_ins, seconds)
 
@@ -250,24 +187,20 @@ def figures(job: Job, outcome: Outcome) -> dict[str, float]:
     """The numbers of the table; times are seconds, sizes bytes."""
     result, stats = outcome.result, kv.stats(outcome.result.cache)
     lengths = [len(c.tokens) for samples in outcome.continuations for c in samples]
-    if isinstance(result, kv.decoding.GenerateResult):
-        num_prompt_tokens, num_cached_tokens = result.num_prompt_tokens, result.num_cached_tokens
-        drafts = {"num_drafted": result.num_drafted, "num_accepted": result.num_accepted}
-    else:
-        num_prompt_tokens, num_cached_tokens, drafts = sum(map(len, job.tokens)), 0, {}
     # The first token of each is drawn in the prefill.
     num_decoded = sum(max(length - 1, 0) for length in lengths)
     pools, groups = result.cache.control.block_pools, job.config.groups
     device = jax.local_devices()[0].memory_stats() or {}
-    values = {
+    drafts = {"num_drafted": result.num_drafted, "num_accepted": result.num_accepted}
+    return {
         "warm_up_seconds": outcome.warm_up_seconds,
         "prefill_seconds": result.prefill_seconds,
         "decode_seconds": result.decode_seconds,
-        "num_prompt_tokens": num_prompt_tokens,
-        "num_cached_tokens": num_cached_tokens,
+        "num_prompt_tokens": result.num_prompt_tokens,
+        "num_cached_tokens": result.num_cached_tokens,
         "num_new_tokens": sum(lengths),
         "num_decoded_tokens": num_decoded,
-        "prefill_tokens_per_second": num_prompt_tokens / result.prefill_seconds,
+        "prefill_tokens_per_second": result.num_prompt_tokens / result.prefill_seconds,
         "decode_tokens_per_second": num_decoded / result.decode_seconds if num_decoded else 0.0,
         "num_steps": result.num_steps,
         **(drafts if job.options.speculative else {}),
@@ -285,7 +218,6 @@ def figures(job: Job, outcome: Outcome) -> dict[str, float]:
         "peak_process_bytes": _peak_process_bytes(),
         **({"peak_device_bytes": device["peak_bytes_in_use"]} if "peak_bytes_in_use" in device else {}),
     }
-    return values
 
 
 def _peak_process_bytes() -> int:
@@ -296,17 +228,14 @@ def _peak_process_bytes() -> int:
 def settings(job: Job) -> dict[str, Any]:
     """What the run depends on."""
     options, device = job.options, jax.local_devices()[0]
-    names = "max_new stop samples beams speculative greedy temperature top_k top_p min_p seed block_size"
+    names = "max_new stop samples speculative greedy temperature top_k top_p seed block_size"
     return {
         "checkpoint": str(options.checkpoint),
-        "draft": str(options.draft) if options.draft else None,
         **{name: getattr(options, name) for name in names.split()},
         "num_blocks": job.config.num_blocks,
         "rows": job.config.max_seqs,
         "max_seq_len": job.config.max_seq_len,
-        "implementation": job.config.implementation,
         "dtype": str(np.dtype(job.decoder.config.dtype)),
-        "cache_dtype": str(np.dtype(job.config.dtype)),
         "device": device.device_kind,
         "platform": device.platform,
         "jax": jax.__version__,
@@ -316,20 +245,13 @@ def settings(job: Job) -> dict[str, Any]:
 def report(job: Job, outcome: Outcome) -> dict[str, Any]:
     """The object that --json prints."""
     prompts = []
-    result = outcome.result
-    searches = (
-        result.finish_reasons if isinstance(result, kv.decoding.BeamResult) else [None] * len(job.prompts)
-    )
-    whole = zip(job.prompts, job.tokens, outcome.continuations, searches, strict=True)
-    for prompt, tokens, continuations, search_ended in whole:
+    for prompt, tokens, found in zip(job.prompts, job.tokens, outcome.continuations, strict=True):
         samples = []
-        for c in continuations:
+        for c in found:
             logprobs = [value if math.isfinite(value) else None for value in c.logprobs]
             sample = {"tokens": c.tokens, "text": job.text(c.tokens), "logprobs": logprobs}
-            score = {"score": c.score} if isinstance(c, kv.decoding.Beam) else {}
-            samples.append({**sample, **score, "finish_reason": c.finish_reason})
-        search = {"finish_reason": search_ended} if search_ended else {}
-        prompts.append({"prompt": prompt, "num_prompt_tokens": len(tokens), **search, "samples": samples})
+            samples.append(sample | {"finish_reason": c.finish_reason})
+        prompts.append({"prompt": prompt, "num_prompt_tokens": len(tokens), "samples": samples})
     return {"prompts": prompts, "figures": figures(job, outcome), "settings": settings(job)}
 
 
@@ -343,8 +265,8 @@ def make_view(job: Job, color: bool) -> decode_view.View:
         f"{np.dtype(job.decoder.config.dtype)}, on {device}\n{kv.describe(config)}"
     )
     prompts = [(prompt, len(tokens)) for prompt, tokens in zip(job.prompts, job.tokens, strict=True)]
-    num_samples, num_blocks = options.beams or options.samples, config.groups[0].num_blocks
-    return decode_view.make_view(heading, prompts, num_samples, job.tokenizer, color, num_blocks=num_blocks)
+    arguments = heading, prompts, options.samples, job.tokenizer, color
+    return decode_view.make_view(*arguments, num_blocks=config.groups[0].num_blocks)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -354,23 +276,17 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if options.map:
             decode_options.check(options)
-            return block_map_demo.run(color, options.picture)
+            return block_map_demo.run(color)
         job = prepare(options)
         view = decode_view.View() if options.json else make_view(job, color)
         outcome = decode(job, view)
     except (InputError, checkpoint.CheckpointError) as error:
         parser.error(str(error))
-    except FloatingPointError as error:
-        parser.fail(str(error))
     if options.json:
         print(json.dumps(report(job, outcome), allow_nan=False))
     else:
         decode_view.show_figures(figures(job, outcome), color)
-        print(timeline.timeline_text(outcome.check_ins, job.config, color))
-    if options.picture:
-        timeline.draw_timeline(outcome.check_ins, job.config, options.picture)
-        if not options.json:
-            print(f"\nwrote {options.picture}")
+        print(decode_view.timeline_text(outcome.check_ins, job.config, color))
     reasons = [c.finish_reason for samples in outcome.continuations for c in samples]
     if "nan_logits" in reasons:
         parser.fail(

@@ -7,13 +7,12 @@ from the cache: a branch that writes leaves the others' words alone.
 
 import dataclasses
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import kvcache_jax as kv
-from kvcache_jax.inspect.block_map import block_map, draw_block_map
+from kvcache_jax.inspect.block_map import block_map
 
 CONFIG = kv.CacheConfig(
     layers=[kv.FullAttention(num_kv_heads=1, head_dim=4)] * 2,
@@ -117,36 +116,6 @@ def play(show: Callable[[Step, str, dict[int, str], kv.Cache], Any]) -> kv.Cache
     return names["cache"]
 
 
-class Picture:
-    """A matplotlib figure with one panel per step."""
-
-    def __init__(self, path: Path):
-        from matplotlib.figure import Figure
-
-        self.path = path
-        self.figure = Figure(figsize=(9, 1.15 * len(STEPS) + 0.5), layout="constrained")
-        self.panels = iter(self.figure.subplots(len(STEPS), 1))
-        self.legend: dict[str, Any] = {}
-
-    def add(self, step: Step, cache: kv.Cache) -> None:
-        ax = draw_block_map(cache, ax=next(self.panels))
-        ax.set_title(f"{step.sentence}\n", fontsize=9, loc="left")
-        ax.text(0, 1.12, step.code, fontsize=6.5, family="monospace", color="0.35", transform=ax.transAxes)
-        legend = ax.get_legend()
-        self.legend |= {
-            text.get_text(): key for text, key in zip(legend.get_texts(), legend.legend_handles, strict=True)
-        }
-        legend.remove()
-
-    def save(self) -> None:
-        labels = sorted(self.legend, key=lambda label: (not label.startswith("row"), label))
-        keys = [self.legend[label] for label in labels]
-        self.figure.legend(
-            keys, labels, loc="outside lower center", ncols=len(keys), fontsize=8, frameon=False
-        )
-        self.figure.savefig(self.path, dpi=150)
-
-
 def show_stats(cache: kv.Cache) -> None:
     figures = kv.stats(cache)
     print("kv.stats(cache)")
@@ -154,9 +123,8 @@ def show_stats(cache: kv.Cache) -> None:
         print(f"  {field.name:<22}{int(getattr(figures, field.name)):>6,}")
 
 
-def run(color: bool, path: Path | None) -> int:
-    """Plays the steps, and draws a panel for each into a picture; the exit code of the command."""
-    picture = Picture(path) if path else None
+def run(color: bool) -> int:
+    """Plays the steps; the exit code of the command."""
 
     def bold(text: str) -> str:
         return f"\x1b[1m{text}\x1b[0m" if color else text
@@ -173,14 +141,9 @@ def run(color: bool, path: Path | None) -> int:
             if text:
                 print(f"  row {row} reads: {text}")
         print(flush=True)
-        if picture:
-            picture.add(step, cache)
 
     cache = play(show)
     show_stats(cache)
     violations = kv.check_invariants(cache)
     print(f"\nkv.check_invariants(cache) finds {violations or 'nothing wrong'}")
-    if picture:
-        picture.save()
-        print(f"wrote {picture.path}")
     return 1 if violations else 0

@@ -1,15 +1,85 @@
 """What `experiments.decode` shows: text as it comes, and a table of figures."""
 
 import contextlib
+import itertools
+import shutil
 import sys
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 import kvcache_jax as kv
-from experiments.decode.timeline import map_line
 from kvcache_jax.core.config import format_bytes
 from kvcache_jax.inspect.block_view import is_bright, row_color, row_glyph
+from kvcache_jax.layers.layer_group import LayerGroup
 from models.tokenizer import TextStream, Tokenizer
+
+MAX_CHECK_INS, MAX_BLOCKS = 20, 100
+"""Lines of the text, blocks in a line."""
+_GREY, _SHARED = "38;5;245", "1;38;5;231;48;5;240"
+_FREE, _SHARED_BLOCK = -1, -2
+
+
+def owners(block_table: np.ndarray, num_blocks: int) -> np.ndarray:
+    """i64[num_blocks]: the row that holds the block, `_SHARED_BLOCK` or `_FREE`."""
+    rows, columns = np.nonzero(block_table < num_blocks)
+    held = block_table[rows, columns]
+    result = np.full(num_blocks, _FREE)
+    result[held] = rows
+    result[np.bincount(held, minlength=num_blocks) > 1] = _SHARED_BLOCK
+    return result
+
+
+def map_line(block_table: np.ndarray, num_blocks: int, width: int, color: bool) -> str:
+    """One character per block, `width` of them: the row's glyph, `#` where rows share it, `.` if free."""
+    text = ""
+    for owner, run in itertools.groupby(owners(block_table, num_blocks)[:width].tolist()):
+        glyph = {_FREE: ".", _SHARED_BLOCK: "#"}.get(owner) or row_glyph(owner)
+        glyphs = glyph * len(list(run))
+        text += f"\x1b[{_style(owner)}m{glyphs}\x1b[0m" if color else glyphs
+    return text
+
+
+def _style(owner: int) -> str:
+    """ANSI parameters, as `kv.block_map` has them."""
+    if owner < 0:
+        return _GREY if owner == _FREE else _SHARED
+    return f"38;5;{16 if is_bright(owner) else 231};48;5;{row_color(owner)}"
+
+
+def timeline_text(timeline: Sequence[kv.decoding.Snapshot], config: kv.CacheConfig, color: bool) -> str:
+    """One line per check-in, each layer group by itself; what is too long is cut, and the text says so."""
+    chosen = sorted({round(i) for i in np.linspace(0, len(timeline) - 1, MAX_CHECK_INS)})
+    width = (
+        min(MAX_BLOCKS, shutil.get_terminal_size((120, 24)).columns - 13)
+        if sys.stdout.isatty()
+        else MAX_BLOCKS
+    )
+    width = max(width, 20)
+    lines = []
+    for group_id, group in enumerate(config.groups):
+        lines += ["", f"Blocks over time, {_title(group)}"]
+        lines.append(f"{'step':>6} {'used':>5} ")
+        for check_in in (timeline[i] for i in chosen):
+            table = check_in.block_tables[group_id]
+            num_used = int((owners(table, group.num_blocks) != _FREE).sum())
+            line = map_line(table, group.num_blocks, width, color)
+            lines.append(f"{check_in.num_steps:>6} {num_used:>5} {line}")
+        if group.num_blocks > width:
+            lines.append(f"{'':>13}... and {group.num_blocks - width:,} blocks more")
+    if len(chosen) < len(timeline):
+        lines.append(f"{len(chosen)} of {len(timeline)} check-ins are shown.")
+    lines.append("0 held by row 0   # shared by rows   . free")
+    return "\n".join(lines)
+
+
+def _title(group: LayerGroup) -> str:
+    return (
+        f"{group.kind.label} x {group.num_layers} layer{'s' * (group.num_layers > 1)}: "
+        f"{group.num_blocks:,} blocks of {group.block_size} tokens"
+    )
+
 
 _PROMPT_LINES = 8  # of a prompt's end
 
@@ -37,21 +107,13 @@ class View:
 
     def __exit__(self, *_) -> None: ...
 
-    def compiling(self) -> contextlib.AbstractContextManager:
-        """Around the warm-up, before the view is entered."""
-        return contextlib.nullcontext()
-
     def on_tokens(self, prompt_id: int, sample_id: int, tokens: list[int]) -> None: ...
 
     def on_check_in(self, check_in: kv.decoding.Snapshot) -> None: ...
 
-    def on_beams(
-        self, check_in: kv.decoding.Snapshot, beams: Sequence[Sequence[kv.decoding.Beam]]
-    ) -> None: ...
-
 
 class TextView(View):
-    """Collects each continuation's text; plain: a lone one as it comes, several when each of them ends.
+    """Prints each continuation when it ends, a lone one as it comes.
 
     Args:
       heading: Goes before everything.
@@ -73,9 +135,6 @@ class TextView(View):
         self.keys = [(p, s) for p in range(len(prompts)) for s in range(num_samples)]
         self.streams = {key: TextStream(tokenizer) for key in self.keys}
         self.texts = dict.fromkeys(self.keys, "")
-        self.labels = dict.fromkeys(self.keys, "")  # row or score
-        self.rows: dict[tuple[int, int], int] = {}
-        self.notes = dict.fromkeys(self.keys, "")  # why it ended
         self.is_lone = len(self.keys) == 1
 
     def __enter__(self) -> View:
@@ -92,160 +151,68 @@ class TextView(View):
         self._add(key, self.streams[key].push(spoken))
 
     def on_check_in(self, check_in: kv.decoding.Snapshot) -> None:
-        self.rows |= {key: row for row, key in check_in.running.items()}
         for generation in check_in.ended:
             key = generation.prompt_id, generation.sample_id
             self._add(key, self.streams[key].finish())
-            self.notes[key] = _why(generation)
-        for generation in check_in.ended:
-            self.show_end((generation.prompt_id, generation.sample_id))
-        self.refresh(check_in)
-
-    def on_beams(self, check_in: kv.decoding.Snapshot, beams: Sequence[Sequence[kv.decoding.Beam]]) -> None:
-        for prompt_id, hypotheses in enumerate(beams):
-            for i, beam in enumerate(hypotheses):
-                spoken = [token for token in beam.tokens if token not in self.tokenizer.stop_tokens]
-                self.texts[prompt_id, i] = visible(self.tokenizer.decode(spoken))
-                self.labels[prompt_id, i] = f"{beam.score:.3f}"
-                self.notes[prompt_id, i] = "" if beam.finish_reason == "running" else _why(beam)
-        self.refresh(check_in)
-        if all(self.notes[key] for key in self.keys if self.labels[key]):
-            for key in self.keys:
-                self.show_end(key)
+            if self.is_lone:
+                print(self._paint(f"\n[{_why(generation)}]", "2"))
+            else:
+                self._show_end(key, f"sample {key[1]}, {_why(generation)}", self.texts[key])
 
     def _add(self, key: tuple[int, int], text: str) -> None:
-        text = visible(text)
-        self.texts[key] += text
+        self.texts[key] += visible(text)
         if self.is_lone:
-            self.show_piece(text)
+            print(visible(text), end="", flush=True)
 
-    def show_piece(self, text: str) -> None:
-        """New text of a lone continuation."""
-        print(text, end="", flush=True)
-
-    def show_end(self, key: tuple[int, int]) -> None:
-        """A continuation is complete."""
-        if self.is_lone and not self.labels[key]:
-            print(self._paint(f"\n[{self.notes[key]}]", "2"))
-        elif self.notes[key]:
-            prompt_id, sample_id = key
-            what = (
-                f"hypothesis {sample_id}, score {self.labels[key]}"
-                if self.labels[key]
-                else f"sample {sample_id}"
-            )
-            print(self._paint(f"prompt {prompt_id}, {what}, {self.notes[key]}", "1"))
-            print(_indent(self.texts[key]), flush=True)
-
-    def refresh(self, check_in: kv.decoding.Snapshot) -> None: ...
+    def _show_end(self, key: tuple[int, int], what: str, text: str) -> None:
+        print(self._paint(f"prompt {key[0]}, {what}", "1") + f"\n{_indent(text)}", flush=True)
 
     def _paint(self, text: str, style: str) -> str:
         return paint(text, style) if self.color else text
 
 
 class LiveView(TextView):
-    """In a terminal: a panel per prompt with its continuations, and the blocks below; needs `rich`."""
+    """In a terminal: below what has ended, the ends of the texts that grow, and the blocks; needs `rich`."""
 
     def __init__(self, *args, num_blocks: int):
         super().__init__(*args)
         from rich.console import Console
         from rich.live import Live
 
-        self.num_blocks = num_blocks
+        self.num_blocks, self.is_lone = num_blocks, False
         self.console = Console(highlight=False, color_system="auto" if self.color else None)
         self.live = Live(console=self.console, auto_refresh=False, transient=True)
 
-    def compiling(self) -> contextlib.AbstractContextManager:
-        return self.console.status("compiling")
-
     def __enter__(self) -> View:
-        print(self.heading, end="\n\n", flush=True)
-        self.live.__enter__()
+        super().__enter__()
+        self.live.__enter__()  # what is printed from here on stands above
         return self
 
     def __exit__(self, *error) -> None:
         self.live.__exit__(*error)
-        for panel in self._panels(range(len(self.prompts)), self.keys, _PROMPT_LINES, None):
-            self.console.print(panel)
 
-    def show_piece(self, text: str) -> None: ...
-
-    def show_end(self, key: tuple[int, int]) -> None: ...
-
-    def refresh(self, check_in: kv.decoding.Snapshot) -> None:
-        from rich.console import Group
+    def on_check_in(self, check_in: kv.decoding.Snapshot) -> None:
+        super().on_check_in(check_in)
+        from rich.table import Table
         from rich.text import Text
 
-        room = self.console.height - 3
-        keys = [key for key in self.keys if not self.notes[key] and (key in self.rows or self.labels[key])]
-        keys = keys or self.keys
-        shown, num_lines = [], 0
-        for key in keys:
-            num_lines += 1 if shown and key[0] == shown[-1][0] else 4
-            if num_lines > room:
-                break
-            shown.append(key)
-        shown = shown or keys[:1]
-        per_text = 1 + max(0, room - num_lines) // len(shown)
-        prompt_ids = list(dict.fromkeys(prompt_id for prompt_id, _ in shown))
-        panels = self._panels(prompt_ids, shown, 1, per_text)
+        grid = Table.grid(padding=(0, 1), expand=True)
+        grid.add_column(no_wrap=True)
+        grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
         summary = (
             f"step {check_in.num_steps}, {check_in.seconds:.1f} s: {check_in.num_blocks_used} of "
             f"{self.num_blocks} blocks used, {check_in.num_refs} without sharing"
         )
-        if len(keys) > len(shown):
-            summary += f"; {len(keys) - len(shown)} texts more"
-        footer = Text(summary, style="dim", no_wrap=True, overflow="ellipsis")
-        blocks = map_line(check_in.block_tables[0], self.num_blocks, self.console.width, self.color)
-        line = Text.from_ansi(blocks, no_wrap=True)
-        self.live.update(Group(*panels, footer, line), refresh=True)
-
-    def _panels(
-        self,
-        prompt_ids: Sequence[int],
-        keys: Sequence[tuple[int, int]],
-        prompt_lines: int,
-        text_lines: int | None,
-    ) -> list[Any]:
-        from rich.console import Group
-        from rich.panel import Panel
-        from rich.table import Table
-        from rich.text import Text
-
-        panels = []
-        for prompt_id in prompt_ids:
-            text, num_tokens = self.prompts[prompt_id]
-            lines = last_lines(text, prompt_lines).split("\n")[-prompt_lines - (text_lines is None) :]
-            prompt = Text("\n".join(lines), style="dim", no_wrap=text_lines is not None, overflow="ellipsis")
-            grid = Table.grid(padding=(0, 1), expand=True)
-            grid.add_column(no_wrap=True)
-            grid.add_column(ratio=1)
-            for key in keys:
-                if key[0] == prompt_id:
-                    grid.add_row(self._label(key), self._body(key, text_lines))
-            title = f"prompt {prompt_id}, {num_tokens} tokens"
-            panels.append(Panel(Group(prompt, grid), title=title, title_align="left", border_style="dim"))
-        return panels
-
-    def _label(self, key: tuple[int, int]) -> Any:
-        from rich.text import Text
-
-        row = self.rows.get(key)
-        if row is None:
-            return Text(self.labels[key])
-        front = "black" if is_bright(row) else "white"
-        return Text(f" {row_glyph(row)} ", style=f"{front} on color({row_color(row)})")
-
-    def _body(self, key: tuple[int, int], num_lines: int | None) -> Any:
-        from rich.text import Text
-
-        text = self.texts[key]
-        if num_lines is None:
-            body = Text(text.rstrip("\n"), overflow="fold")
-        else:
-            lines = [line for line in text.split("\n") if line.strip()] or [""]
-            body = Text("\n".join(lines[-num_lines:]), no_wrap=True, overflow="ellipsis")
-        return body.append(f"  [{self.notes[key]}]", style="dim") if self.notes[key] else body
+        blocks = map_line(check_in.block_tables[0], self.num_blocks, self.console.width - 2, self.color)
+        grid.add_row("", Text(summary, style="dim"))
+        grid.add_row("", Text.from_ansi(blocks))
+        per_text = max(1, (self.console.height - 4) // max(1, len(check_in.running)))
+        for row, key in sorted(check_in.running.items()):
+            front = "black" if is_bright(row) else "white"
+            label = Text(f" {row_glyph(row)} ", style=f"{front} on color({row_color(row)})")
+            lines = self.texts[key].rstrip("\n").split("\n")
+            grid.add_row(label, Text("\n".join(lines[-per_text:])))
+        self.live.update(grid, refresh=True)
 
 
 def make_view(*args: Any, num_blocks: int) -> View:
@@ -258,7 +225,7 @@ def make_view(*args: Any, num_blocks: int) -> View:
     return TextView(*args)
 
 
-def _why(continuation: kv.decoding.Generation | kv.decoding.Beam) -> str:
+def _why(continuation: kv.decoding.Generation) -> str:
     num_tokens = len(continuation.tokens)
     reason = continuation.finish_reason.replace("_", " ")
     return f"{reason} after {num_tokens} token{'s' * (num_tokens != 1)}"

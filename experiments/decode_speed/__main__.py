@@ -1,11 +1,11 @@
 """Question: what does a decode step cost with paging, beside a dense static cache and beside none?
 
-Command: python -m experiments.decode_speed [--json] [--quick] [--picture FILE] [--data DIR]
+Command: python -m experiments.decode_speed [--json] [--picture FILE] [--data DIR]
 Machine: 2 virtual cores of an AMD EPYC, idle; jax 0.12.0; results/decode_speed.json and .png
 Answer:  8 full rows of 4,096 tokens: 24.5 ms a step, 0.77 times a dense cache [B, S, H, D] (Flax's layout)
   and 1.8 times one in [B, H, S, D], which misses the bar of 1.2. 8 rows at 3-7% of the table: 4.1 ms, 7.3 and
   3.0 times faster (bar: 5). No cache: 169 ms for the short rows, 21 s for the full ones. Attention is 90% of
-  a full step; bookkeeping takes 0.16 ms.
+  a full step.
 
 One model, float32, in one run: `models.decoder` on the paged cache; the same layers on a dense cache with
 room for a table of tokens in every row (a scatter at each row's position, masked attention over all places),
@@ -31,26 +31,21 @@ from jax import lax
 
 from experiments.common import byte_model, command, timing
 from experiments.common.report import add_options, at_least, at_most, deliver
-from experiments.decode.memory import memory_report
 from experiments.decode_speed import dense_decoder
-from experiments.decode_speed.report import draw, show
+from experiments.decode_speed.memory import memory_report
+from experiments.decode_speed.report import draw, medians_ms, show
 from experiments.decode_speed.sides import (
+    ALONE_SIDE,
     BATCHES,
     BLOCK_SIZE,
-    CALL,
     DENSE,
     FILLS,
     FULL,
-    LOOP,
     NUM_STEPS,
     PAGED,
-    PARTS,
     SHORT,
     SIDES,
-    TABLE_LEN,
-    TABLES,
     UNCACHED,
-    UNEVEN,
     Case,
     Contexts,
     Side,
@@ -62,8 +57,8 @@ MAX_DIFFERENCE = 1e-4  # of logits between any two sides
 
 
 @functools.cache
-def jitted(side: Side) -> dict[str, Callable]:
-    """The two ways to run a side; each compiles once per shape, however full the rows are."""
+def in_a_loop(side: Side) -> Callable:
+    """The steps of a side; compiles once per shape, however full the rows are."""
 
     def loop(decoder, tokens, state):
         def body(carry, _):
@@ -73,62 +68,49 @@ def jitted(side: Side) -> dict[str, Callable]:
         (_, state), logits = lax.scan(body, (tokens, state), length=NUM_STEPS)
         return logits, state
 
-    return {figure: jax.jit(fn, donate_argnums=2) for figure, fn in ((LOOP, loop), (CALL, side.step))}
+    return jax.jit(loop, donate_argnums=2)
 
 
 class Timing:
-    """The figures of one side on one case; each `round` adds a sample to all of them."""
+    """The times of one side on one case; each `round` adds one."""
 
-    def __init__(self, side: Side, case: Case, decoder: Decoder, contexts: Contexts, figures: Sequence[str]):
+    def __init__(self, side: Side, case: Case, decoder: Decoder, contexts: Contexts):
         self.side, self.case, self.decoder = side, case, side.prepare(decoder)
         self.tokens = contexts.tokens[np.arange(len(case.lens)), case.start_lens]
         self.state = side.start(decoder.config, case, contexts)
-        self.seconds: dict[str, list[float]] = {figure: [] for figure in figures}
+        self.seconds: list[float] = []
         self.round()
-        self.first_call_s = {figure: seconds.pop() for figure, seconds in self.seconds.items()}
+        self.first_call_s = self.seconds.pop()
 
     def round(self) -> None:
-        for figure, seconds in self.seconds.items():
-            state = jax.block_until_ready(self.side.rewind(self.state, self.case.start_lens))
-            start = time.perf_counter()
-            logits, self.state = jax.block_until_ready(
-                jitted(self.side)[figure](self.decoder, self.tokens, state)
-            )
-            seconds.append(time.perf_counter() - start)
-            if figure == LOOP:
-                self.logits = logits  # [NUM_STEPS, b, vocab_size]
+        state = jax.block_until_ready(self.side.rewind(self.state, self.case.start_lens))
+        start = time.perf_counter()
+        found = in_a_loop(self.side)(self.decoder, self.tokens, state)
+        self.logits, self.state = jax.block_until_ready(found)  # [NUM_STEPS, b, vocab_size], the state
+        self.seconds.append(time.perf_counter() - start)
 
-    def records(self) -> list[dict]:
-        return [
-            {
-                "case": self.case._asdict(),
-                "side": self.side.name,
-                "figure": figure,
-                **timing.summary([s / (NUM_STEPS if figure == LOOP else 1) for s in seconds]),
-                "first_call_s": self.first_call_s[figure],
-            }
-            for figure, seconds in self.seconds.items()
-        ]
+    def record(self) -> dict:
+        times = timing.summary([seconds / NUM_STEPS for seconds in self.seconds])
+        return record_of(self.case, self.side.name, times, self.first_call_s)
+
+
+def record_of(case: Case, side: str, times: dict[str, float], first_call_s: float) -> dict:
+    return {"case": case._asdict(), "side": side, **times, "first_call_s": first_call_s}
 
 
 def measure(
-    case: Case,
-    decoder: Decoder,
-    contexts: Contexts,
-    seconds: float,
-    parts: Sequence[Side] = (),
-    figures: Sequence[str] = (LOOP,),
-    longest_uncached: int = TABLE_LEN,
+    case: Case, decoder: Decoder, contexts: Contexts, seconds: float, *, with_others: bool = False
 ) -> list[dict]:
-    """Times the sides (and parts of a step) in turn, once the logits of all sides agree."""
+    """Times the sides in turn, once their logits agree; others are no attention, and no cache."""
     contexts = contexts.cut(case)
-    timings = [Timing(side, case, decoder, contexts, figures) for side in (*SIDES, *parts)]
+    sides = (*SIDES, ALONE_SIDE) if with_others else SIDES
+    timings = [Timing(side, case, decoder, contexts) for side in sides]
     paged, *others = timings[: len(SIDES)]
     for other in others:
         check_equal(other.logits, paged.logits, f"{case.name}: {other.side.name}")
     timing.take_turns([timed.round for timed in timings], seconds)
-    records = [record for timed in timings for record in timed.records()]
-    if parts and max(case.lens) <= longest_uncached:
+    records = [timed.record() for timed in timings]
+    if with_others:
         records.append(measure_uncached(case, decoder, contexts, paged.logits[0], seconds))
     return records
 
@@ -147,8 +129,7 @@ def measure_uncached(
         logits = jax.block_until_ready(recompute(*inputs))
         calls.append(time.perf_counter() - start)
         check_equal(logits, expected, f"{case.name}: {UNCACHED}")
-    figures = {**timing.summary(calls), "first_call_s": compile_s + calls[0]}
-    return {"case": case._asdict(), "side": UNCACHED, "figure": CALL, **figures}
+    return record_of(case, UNCACHED, timing.summary(calls), compile_s + calls[0])
 
 
 def check_equal(logits: jax.Array, expected: jax.Array, what: str) -> None:
@@ -157,22 +138,11 @@ def check_equal(logits: jax.Array, expected: jax.Array, what: str) -> None:
         raise RuntimeError(f"{what}: logits differ by {difference:.2g} from the paged cache's")
 
 
-def times_dense(records: Sequence[dict], case: Case, dense: str) -> float:
-    """Time of a paged step in a loop, in those of a dense side."""
-    median_us = {
-        record["side"]: record["median_us"]
-        for record in records
-        if record["case"] == case._asdict() and record["figure"] == LOOP
-    }
-    return median_us[PAGED] / median_us[dense]
-
-
 def bars_of(records: Sequence[dict], memory: dict) -> list[dict]:
     """What must hold, beside what was measured."""
-    bars = []
-
+    bars, medians = [], [medians_ms(records, case) for case in (FULL, SHORT)]
     for side in DENSE:
-        full, short = (times_dense(records, case, side) for case in (FULL, SHORT))
+        full, short = (of_case[PAGED] / of_case[side] for of_case in medians)
         bars.append(at_most(f"{FULL.name}: times a step's time, {side}", full, 1.2))
         bars.append(at_least(f"{SHORT.name}: times faster than a step, {side}", 1 / short, 5))
     for record in memory["padding"]:
@@ -185,9 +155,6 @@ def bars_of(records: Sequence[dict], memory: dict) -> list[dict]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = command.Parser("experiments.decode_speed", __doc__)
-    parser.add_argument(
-        "--quick", action="store_true", help="the two cases that have a bar, and fewer rounds"
-    )
     add_options(parser)
     command.add_data_folder(parser, "the Azure trace")
     byte_model.add_option(parser)
@@ -195,27 +162,20 @@ def main(arguments: list[str] | None = None) -> int:
     decoder = byte_model.load(parser, options.checkpoint, beside="the dense cache beside it", reads=False)
     with parser.refusing():
         memory = memory_report(options.data)
-
-    contexts = make_contexts(decoder)
-    seconds = 2.0 if options.quick else 10.0
-    records = []
-    longest_uncached = TABLE_LEN // 4 if options.quick else TABLE_LEN
+    contexts, records = make_contexts(decoder), []
     for case in (FULL, SHORT):
-        records += measure(case, decoder, contexts, seconds, PARTS, (LOOP, CALL), longest_uncached)
-    for case in () if options.quick else (*FILLS, UNEVEN, *BATCHES, *TABLES):
-        records += measure(case, decoder, contexts, seconds / 2)
+        records += measure(case, decoder, contexts, 10.0, with_others=True)
+    for case in (*FILLS, *BATCHES):
+        records += measure(case, decoder, contexts, 5.0)
+    num_parameters = sum(leaf.size for leaf in jax.tree.leaves(decoder))
     report = {
-        "model": {"checkpoint": options.checkpoint.name, "num_parameters": num_parameters(decoder)},
+        "model": {"checkpoint": options.checkpoint.name, "num_parameters": num_parameters},
         "records": records,
         "memory": memory,
         "bars": bars_of(records, memory),
     }
     deliver(report, options, show, draw)
     return 0
-
-
-def num_parameters(decoder: Decoder) -> int:
-    return sum(leaf.size for leaf in jax.tree.leaves(decoder))
 
 
 if __name__ == "__main__":

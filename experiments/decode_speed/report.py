@@ -6,19 +6,8 @@ from typing import Any
 from experiments.common import log_axes
 from experiments.common.report import figure, show_bars, show_provenance
 from experiments.common.timing import number, show_records, spread_columns
-from experiments.decode.memory import BLOCK_SIZE, NUM_DRAWS, NUM_ROWS
-from experiments.decode_speed.sides import (
-    ALONE,
-    BATCHES,
-    DENSE,
-    FILLS,
-    FULL,
-    LOOP,
-    NUM_STEPS,
-    PAGED,
-    SHORT,
-    Case,
-)
+from experiments.decode_speed.memory import BLOCK_SIZE, NUM_DRAWS, NUM_ROWS
+from experiments.decode_speed.sides import ALONE, BATCHES, DENSE, FILLS, FULL, NUM_STEPS, PAGED, SHORT, Case
 
 DENSE_PADDED = "dense, as long as the longest row"
 
@@ -35,33 +24,30 @@ def show(report: dict) -> None:
     show_bars(report)
 
 
-def medians_ms(records: Sequence[dict], case: Case, figure: str = LOOP) -> dict[str, float]:
+def medians_ms(records: Sequence[dict], case: Case) -> dict[str, float]:
     """Per side the milliseconds of a step."""
     return {
-        record["side"]: record["median_us"] / 1e3
-        for record in records
-        if record["case"]["name"] == case.name and record["figure"] == figure
+        record["side"]: record["median_us"] / 1e3 for record in records if record["case"]["name"] == case.name
     }
 
 
 def _show_case(case: Case, records: Sequence[dict]) -> None:
-    in_loop = medians_ms(records, case)
+    medians = medians_ms(records, case)
 
     def share(record: dict) -> str:
-        if record["figure"] != LOOP or record["side"] not in (PAGED, *DENSE):
+        if record["side"] not in (PAGED, *DENSE):
             return ""
-        return f"{1 - in_loop[ALONE] / (record['median_us'] / 1e3):.0%}"
+        return f"{1 - medians[ALONE] / medians[record['side']]:.0%}"
 
     columns = {
         "side": "{side}",
-        "figure": "{figure}",
         **spread_columns(1e3),
         "calls": "{num_calls}",
         "attention's share": share,
         "first call (compiles)": "{first_call_s:.1f} s",
     }
     of_case = [record for record in records if record["case"]["name"] == case.name]
-    show_records(f"a decode step, {case.name}; {NUM_STEPS} steps in a loop", columns, of_case, num_text=2)
+    show_records(f"a decode step, {case.name}; {NUM_STEPS} steps in a loop", columns, of_case)
 
 
 def _show_sweep(records: Sequence[dict]) -> None:
@@ -72,7 +58,7 @@ def _show_sweep(records: Sequence[dict]) -> None:
         **{side: lambda ms, side=side: number(ms[side]) for side in (PAGED, *DENSE)},
         "paged / better dense": lambda ms: f"{ms[PAGED] / min(ms[side] for side in DENSE):.2f}x",
     }
-    show_records("a decode step in a loop, by fill, batch and table", columns, sweep)
+    show_records("a decode step in a loop, by fill and batch", columns, sweep)
 
 
 PADDING = {

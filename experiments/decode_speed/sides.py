@@ -14,8 +14,7 @@ from experiments.decode_speed import dense_decoder
 from models.decoder import Decoder, DecoderConfig, cache_config, forward
 
 BATCH, TABLE_LEN, BLOCK_SIZE, NUM_STEPS = 8, 4096, 16, 8
-PAGED, ALONE, EXTEND, UNCACHED = "paged", "no attention", "extend alone", "no cache"
-LOOP, CALL = "in a loop", "separate call"
+PAGED, ALONE, UNCACHED = "paged", "no attention", "no cache"
 DENSE = tuple(f"dense {layout}" for layout in dense_decoder.LAYOUTS)
 
 
@@ -31,17 +30,15 @@ class Case(NamedTuple):
         return np.asarray(self.lens, np.int32) - NUM_STEPS
 
 
-def even(fill: float = 1.0, batch: int = BATCH, table_len: int = TABLE_LEN) -> Case:
-    length = round(fill * table_len)
-    return Case(f"{batch} rows of {length:,} in {table_len:,}", table_len, (length,) * batch)
+def even(fill: float = 1.0, batch: int = BATCH) -> Case:
+    length = round(fill * TABLE_LEN)
+    return Case(f"{batch} rows of {length:,} in {TABLE_LEN:,}", TABLE_LEN, (length,) * batch)
 
 
 FULL = even()
 SHORT = Case("8 rows at 3-7% of 4,096", TABLE_LEN, tuple(int(x) for x in np.linspace(123, 286, BATCH)))
-UNEVEN = Case("1 row of 4,096, 7 of 205", TABLE_LEN, (TABLE_LEN, *(205,) * (BATCH - 1)))
 FILLS = [even(fill) for fill in (0.05, 0.125, 0.25, 0.5)]
 BATCHES = [even(batch=batch) for batch in (1, 2, 4, 16)]
-TABLES = [even(table_len=table_len) for table_len in (512, 1024, 2048)]
 
 
 class Contexts(NamedTuple):
@@ -115,11 +112,6 @@ def paged_side(name: str, **options: Any) -> Side:
     return Side(name, functools.partial(_start_paged, **options), _step_paged, _rewind_paged)
 
 
-def _step_extend(decoder: Decoder, tokens: jax.Array, cache: kv.Cache) -> tuple[jax.Array, kv.Cache]:
-    cache, _ = kv.extend(cache, jnp.ones_like(tokens), max_new=1)
-    return jnp.zeros((len(tokens), decoder.config.vocab_size)), cache
-
-
 def _rewind_paged(cache: kv.Cache, start_lens: np.ndarray) -> kv.Cache:
     cache, status = kv.truncate(cache, np.arange(len(start_lens)), start_lens)
     kv.raise_for_status(status, "truncate")
@@ -144,17 +136,11 @@ def _step_alone(
     return dense_decoder.run(decoder, *x, dense_decoder.no_attention)[:, 0], position + 1
 
 
-SIDES = (
-    paged_side(PAGED),
-    *(_dense(layout) for layout in dense_decoder.LAYOUTS),
-)
-PARTS = (
-    Side(
-        ALONE,
-        lambda _, case, __: jnp.asarray(case.start_lens),
-        _step_alone,
-        lambda _, lens: jnp.asarray(lens),
-        dense_decoder.unstacked,
-    ),
-    Side(EXTEND, _start_paged, _step_extend, _rewind_paged),
+SIDES = (paged_side(PAGED), *(_dense(layout) for layout in dense_decoder.LAYOUTS))
+ALONE_SIDE = Side(
+    ALONE,
+    lambda _, case, __: jnp.asarray(case.start_lens),
+    _step_alone,
+    lambda _, lens: jnp.asarray(lens),
+    dense_decoder.unstacked,
 )

@@ -22,30 +22,285 @@ that was not, to the last bit. All that an item shares with others is its task's
 and a process computes that first.
 """
 
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
+import kvcache_jax as kv
 from experiments.common import byte_model, command, corpus
+from experiments.common.command import InputError
 from experiments.common.progress import progress
-from experiments.common.report import add_options, deliver
-from experiments.evaluate import report as reports
-from experiments.evaluate.items import Task, grade_school, programs, source
-from experiments.evaluate.results import Results
-from experiments.evaluate.scoring import digest, evaluate, summary
+from experiments.common.report import add_options, at_least, at_most, deliver, show_bars, show_provenance
+from experiments.common.timing import show_records
+from experiments.evaluate.items import BLOCK_SIZE, NUM_CHOICES, Task, grade_school, programs, source
+from models.decoder import Decoder, cache_config, forward
+
+
+class Results:
+    """Results by the id of their request; all of them are in the file as soon as `add` returns.
+
+    The first line says what the results depend on, and another run's file is refused. A line that a kill cut
+    short is taken off, and its request is answered again: a line is a result if it ends.
+
+    Args:
+      path: Of the file, which is made where it is missing. None: results are kept in memory alone.
+      settings: What they depend on, as JSON has it.
+
+    Raises:
+      InputError: the file is another run's, or no such file, or cannot be written.
+    """
+
+    def __init__(self, path: Path | None, settings: dict[str, Any]):
+        self._path, self._by_id = path, {}
+        self.num_found = 0
+        if path is None:
+            return
+        try:
+            lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+            if lines and not lines[-1].endswith(b"\n"):
+                os.truncate(path, sum(map(len, lines[:-1])))
+                lines.pop()
+            entries = [json.loads(line) for line in lines]
+            if not entries:
+                self._append(settings)
+        except (OSError, ValueError) as error:
+            raise InputError(f"got --results {path}, which cannot be gone on with: {error}") from None
+        if entries and entries[0] != settings:
+            raise InputError(
+                f"got --results {path}, whose {_difference(entries[0], settings)}: name another file"
+            )
+        self._by_id = {entry["id"]: entry for entry in entries[1:]}
+        self.num_found = len(self._by_id)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._by_id
+
+    def __getitem__(self, request_id: str) -> dict[str, Any]:
+        return self._by_id[request_id]
+
+    def add(self, result: dict[str, Any]) -> None:
+        """Keeps a result, whose `id` none has; behind this no kill loses it."""
+        assert result["id"] not in self._by_id
+        self._by_id[result["id"]] = result
+        if self._path is not None:
+            self._append(result)
+
+    def _append(self, entry: dict[str, Any]) -> None:
+        assert self._path is not None
+        with self._path.open("ab") as file:
+            file.write(json.dumps(entry).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _difference(found: Any, expected: dict[str, Any]) -> str:
+    if not isinstance(found, dict):
+        return "first line is no settings"
+    names = [name for name in expected if found.get(name) != expected[name]] or ["settings"]
+    return f"{names[0]} is {found.get(names[0])!r}, expected {expected.get(names[0])!r}"
+
+
+class Scorer:
+    """A model and the cache that it goes on with; its programs are compiled.
+
+    Args:
+      decoder: Of bytes.
+      longest: Bytes of a context and choice together, at most.
+      has_prefix_cache: Whether what contexts have in common is computed once.
+    """
+
+    def __init__(self, decoder: Decoder, longest: int, *, has_prefix_cache: bool):
+        self._decoder = decoder
+        self._config = cache_config(
+            decoder.config,
+            block_size=BLOCK_SIZE,
+            max_seqs=1 + NUM_CHOICES,
+            max_seq_len=-(-longest // BLOCK_SIZE) * BLOCK_SIZE,
+            enable_prefix_caching=has_prefix_cache,
+        )
+        self._cache = kv.init(self._config)
+        # Prompts of a few tokens and of many have programs of their own.
+        for length in (1, min(longest - 2, 300)):
+            self.score(bytes(length), [bytes(2)] * NUM_CHOICES)
+        self._cache = kv.reset(self._cache)
+
+    def score(self, context: bytes, choices: Sequence[bytes]) -> dict[str, Any]:
+        """Scores choices of one context, which is computed once for all of them.
+
+        Returns:
+          `sums`, the log-likelihood of each; `cached` and `computed`, bytes; `seconds`.
+        """
+        start = time.perf_counter()
+        lists = [list(choice) for choice in choices]
+        result = kv.score(forward, self._decoder, list(context), lists, self._config, cache=self._cache)
+        seconds, self._cache = time.perf_counter() - start, result.cache
+        return {
+            "sums": [float(logprobs.sum(dtype=np.float64)) for logprobs in result.logprobs],
+            "cached": result.num_cached_tokens,
+            "computed": num_computed(context, choices) - result.num_cached_tokens,
+            "seconds": seconds,
+        }
+
+
+def num_computed(context: bytes, choices: Sequence[bytes]) -> int:
+    """Counts the tokens that are computed where nothing is cached: nothing is asked behind a choice."""
+    return len(context) + sum(len(choice) - 1 for choice in choices)
+
+
+def evaluate(
+    decoder: Decoder, tasks: Sequence[Task], results: Results, num_compared: int
+) -> Iterator[dict[str, Any]]:
+    """Scores what has no result yet, one item after the other; yields each result when it is kept.
+
+    The first `num_compared` items of a task are scored twice more: without the prefix cache, and each choice
+    by itself behind the whole context, as one would without sharing.
+    """
+    waiting = [
+        (task, i, item) for task in tasks for i, item in enumerate(task.items) if item.id not in results
+    ]
+    if not waiting:
+        return
+    longest = max(task.longest for task in tasks)
+    cached = Scorer(decoder, longest, has_prefix_cache=True)
+    plain = None
+    before = None
+    for task, i, item in waiting:
+        if task is not before and task.prefix:  # so that all of its items find it, in this process as in any
+            cached.score(task.prefix, [])
+        before = task
+        context = task.prefix + item.own
+        result = {"id": item.id, "task": task.name, "right": item.right, "context": len(context)}
+        result |= {"lengths": [len(choice) for choice in item.choices], **cached.score(context, item.choices)}
+        if i < num_compared:
+            plain = plain or Scorer(decoder, longest, has_prefix_cache=False)
+            result["uncached"] = plain.score(context, item.choices)
+            alone = [plain.score(context, [choice]) for choice in item.choices]
+            result["alone"] = {key: sum(each[key] for each in alone) for key in ("computed", "seconds")}
+        results.add(result)
+        yield result
+
+
+def digest(tasks: Sequence[Task]) -> str:
+    """First half of the SHA-256 of all items."""
+    return hashlib.sha256(repr([tuple(task) for task in tasks]).encode()).hexdigest()[:32]
+
+
+def is_right(result: dict[str, Any], *, per_byte: bool) -> bool:
+    """Tells whether the right choice has the highest log-likelihood, or the highest per byte."""
+    sums = np.array(result["sums"])
+    return int((sums / result["lengths"] if per_byte else sums).argmax()) == result["right"]
+
+
+def summary(task: Task, results: Results) -> dict[str, Any]:
+    """Sums up the results of a task, of this run and of those before it."""
+    found: list[dict[str, Any]] = [results[item.id] for item in task.items]
+    compared = [result for result in found if "uncached" in result]
+    num_context = sum(result["context"] for result in found)
+    alone = [
+        NUM_CHOICES * result["context"] + sum(length - 1 for length in result["lengths"]) for result in found
+    ]
+    differences = [
+        abs(a - b) / length
+        for result in compared
+        for a, b, length in zip(result["sums"], result["uncached"]["sums"], result["lengths"], strict=True)
+    ]
+    return {
+        "task": task.name,
+        "items": len(found),
+        "prefix": len(task.prefix),
+        "mean_context": num_context / len(found),
+        "accuracy_per_byte": sum(is_right(result, per_byte=True) for result in found) / len(found),
+        "accuracy": sum(is_right(result, per_byte=False) for result in found) / len(found),
+        "hit_rate": sum(result["cached"] for result in found) / num_context,
+        # Of each item's context all but the prefix is its own.
+        "prefix_computed": num_context
+        - sum(result["cached"] for result in found)
+        - sum(len(item.own) for item in task.items),
+        "computed": sum(result["computed"] for result in found),
+        "computed_uncached": sum(result["computed"] + result["cached"] for result in found),
+        "computed_alone": sum(alone),
+        "seconds": sum(result["seconds"] for result in found),
+        "compared": len(compared),
+        "seconds_compared": {
+            "cached": sum(result["seconds"] for result in compared),
+            "uncached": sum(result["uncached"]["seconds"] for result in compared),
+            "alone": sum(result["alone"]["seconds"] for result in compared),
+        },
+        "difference": max(differences, default=0.0),
+    }
+
+
+def bars_of(tasks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What must hold, beside what was measured."""
+    bars = []
+    for task in tasks:
+        name = task["task"]
+        if task["prefix"]:
+            bars.append(
+                at_most(f"{name}: bytes of the prefix that items computed", task["prefix_computed"], 0)
+            )
+        if task["compared"]:
+            times, least = task["seconds_compared"], 2 if task["prefix"] else 1.5
+            ratio, off = times["alone"] / times["cached"], task["difference"]
+            bars.append(at_least(f"{name}: time of each choice alone, in times", ratio, least))
+            bars.append(at_most(f"{name}: log-likelihood per byte, off that without a cache", off, 1e-5))
+    return bars
+
+
+RIGHT = {
+    "task": "{task}",
+    "items": "{items}",
+    "bytes of context": "{mean_context:.0f}",
+    "right, per byte": "{accuracy_per_byte:.0%}",
+    "in sum": "{accuracy:.0%}",
+    "found in the cache": "{hit_rate:.1%}",
+    "s": "{seconds:.1f}",
+}
+SAVED = {
+    "tokens computed": "{task}",
+    "prefix cache": "{computed:,}",
+    "none": "{computed_uncached:,}",
+    "each choice alone": "{computed_alone:,}",
+    "ms an item": lambda task: _times(task, "cached"),
+    "ms, none": lambda task: _times(task, "uncached"),
+    "ms, alone": lambda task: _times(task, "alone"),
+}
+
+
+def show(report: dict[str, Any]) -> None:
+    """Prints a report, the object of `--json`, as tables."""
+    tasks = report["tasks"]
+    show_provenance(report)
+    print(
+        f"{report['model']}, seed {report['seed']}; {report['found']} results of {report['items']} were there"
+    )
+    show_records("four choices, by log-likelihood; by chance 25% are right", RIGHT, tasks)
+    num = max(task["compared"] for task in tasks)
+    show_records(f"what sharing saves; times of the first {num} items of a task", SAVED, tasks)
+    show_bars(report)
+
+
+def _times(task: dict[str, Any], way: str) -> str:
+    if not task["compared"]:
+        return ""
+    return f"{1e3 * task['seconds_compared'][way] / task['compared']:.0f}"
+
 
 NUM_COMPARED = 4
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = command.Parser("experiments.evaluate", __doc__)
-    command.add_data_folder(parser, "text/, see experiments/evaluate/items.py")
-    parser.add_argument(
-        "--items", type=command.integer(1), default=20, metavar="N", help="of each task; default: 20"
-    )
-    parser.add_argument(
-        "--seed", type=command.integer(0), default=0, metavar="N", help="of the choices; default: 0"
-    )
+    command.add_data_folder(parser, "text/, see experiments/common/benchmarks.py")
+    parser.count("--items", 20, "of each task")
+    parser.count("--seed", 0, "of the choices", least=0)
     parser.add_argument(
         "--results", type=command.name, metavar="FILE", help="goes on with this file, or makes it"
     )
@@ -57,11 +312,11 @@ def main(arguments: list[str] | None = None) -> int:
         tasks = tasks_of(options)
         results = Results(options.results, settings_of(options, tasks))
     num_items = sum(len(task.items) for task in tasks)
-    with progress("items", num_items, every=8) as show:
+    with progress("items", num_items, every=8) as tell:
         for num_done, result in enumerate(
             evaluate(decoder, tasks, results, NUM_COMPARED), results.num_found + 1
         ):
-            show(num_done, result["id"])
+            tell(num_done, result["id"])
     summaries = [summary(task, results) for task in tasks]
     report = {
         "model": options.checkpoint.name,
@@ -69,9 +324,9 @@ def main(arguments: list[str] | None = None) -> int:
         "items": num_items,
         "found": results.num_found,
         "tasks": summaries,
-        "bars": reports.bars_of(summaries),
+        "bars": bars_of(summaries),
     }
-    deliver(report, options, reports.show)
+    deliver(report, options, show)
     return 0
 
 

@@ -231,7 +231,7 @@ def make_application(options: argparse.Namespace) -> Any:
 def make_parser() -> command.Parser:
     parser = server.make_parser()
     add = parser.add_argument
-    add("--replicas", type=command.integer(1), default=2, metavar="N", help="default: %(default)s")
+    parser.count("--replicas", 2)
     add("--router", choices=POLICIES, default="cost", help="policy of the router; default: %(default)s")
     add("--store", type=Path, metavar="DIR", help="that replicas save to and find prompts in")
     add("--cpus", type=command.number(0), default=0.5, metavar="N", help="of a replica; default: %(default)s")

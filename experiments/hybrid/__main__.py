@@ -29,10 +29,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments.common import command
-from experiments.common.report import add_options, at_least, at_most, deliver
-from experiments.hybrid import bytes_moved, workloads
-from experiments.hybrid.model import Params, random_params
-from experiments.hybrid.report import draw, show
+from experiments.common.report import (
+    add_options,
+    at_least,
+    at_most,
+    deliver,
+    figure,
+    show_bars,
+    show_provenance,
+)
+from experiments.common.timing import show_records
+from experiments.hybrid import bytes_moved, tables
 from experiments.hybrid.tables import (
     ANSWERS,
     BLOCK_SIZE,
@@ -44,11 +51,67 @@ from experiments.hybrid.tables import (
     POLICIES,
     SAVED,
     SCARCE,
+    Params,
+    Request,
     Served,
+    Writer,
     config_of,
+    random_params,
     serve,
 )
-from experiments.hybrid.workloads import Request, Writer
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+SNAPSHOTS = {
+    "computed": "{num_computed:,}",
+    "saved": "{saved:.1%}",
+    "snapshots": "{num_snapshots}",
+    "KiB": lambda one: f"{one['snapshot_bytes'][0] / KIB:,.0f}",
+    "Qwen3-Next, GiB": lambda one: f"{one['snapshot_bytes'][1] / GIB:.2f}",
+    "of every block's tokens": "{share_of_saved:.1%}",
+    "of its bytes": "{share_of_bytes:.2%}",
+}
+
+
+def show(report: dict[str, Any]) -> None:
+    """Prints a report, the object of `--json`, as tables."""
+    show_provenance(report)
+    for name in dict.fromkeys(one["workload"] for one in report["policies"]):
+        records = [one for one in report["policies"] if one["workload"] == name]
+        title = f"{name}: {records[0]['num_tokens']:,} tokens of prompts, with the model"
+        show_records(title, {"policy": "{policy}", **SNAPSHOTS}, records)
+    points = report["few_points"][0]["num_points"]
+    title = f"two levels, a pool of {points} points, tables alone"
+    show_records(title, {"policy": "{policy}", **SNAPSHOTS}, report["few_points"])
+    title = "junctions and ends in a pool of few points, tables alone"
+    show_records(title, {"": "{workload}", "points": "{num_points}", **SNAPSHOTS}, report["limited"])
+    prefixes = {
+        "shared tokens": "{shared:,}",
+        "cached, by request": lambda one: ", ".join(map(str, one["cached"])),
+        "by blocks of 528": "{others:,}",
+    }
+    show_records("four prompts of one prefix, junctions, with the model", prefixes, report["prefixes"])
+    moved = [{"what": what, "mib": num / MIB} for what, num in report["decode_bytes"].items()]
+    title = "bytes per token and layer in decode, Qwen3-Next's sizes, MiB"
+    show_records(title, {"": "{what}", "MiB": "{mib:.3f}"}, moved)
+    print(f"\n{report['num_different']} of {report['num_compared']:,} predictions are not the uncached ones")
+    show_bars(report)
+
+
+@figure((12, 9), 2, 1, grid="x")
+def draw(report: dict[str, Any], *panels: Any) -> None:
+    """A panel for each workload: a line of blocks for each request, and where snapshots are in the end."""
+    for axes, (name, requests) in zip(panels, report["maps"].items(), strict=True):
+        rows = range(len(requests))
+        found = [one["num_found"] for one in requests]
+        computed = [one["num_blocks"] - one["num_found"] for one in requests]
+        axes.barh(rows, found, color="C0", alpha=0.25, height=0.9, label="found")
+        axes.barh(rows, computed, left=found, color="C1", alpha=0.35, height=0.9, label="computed")
+        dots = [(column + 0.5, row) for row, one in enumerate(requests) for column in one["snapshots"]]
+        axes.plot(*zip(*dots, strict=True), "k.", markersize=4, label="carries a snapshot")
+        axes.set(title=f"{name}, junctions and ends", xlabel="block", ylabel="request")
+        axes.invert_yaxis()
+        axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=3)
+
 
 PREFIXES, OTHERS_BLOCK = (17, 64, 500, 2000), 528
 FEW_SHOT, CHATS, TWO_LEVELS = "few-shot", "chats", "two levels"
@@ -66,10 +129,10 @@ class Workloads(NamedTuple):
 
 def workloads_of(writer: Writer) -> Workloads:
     """Draws all requests."""
-    named = {FEW_SHOT: workloads.few_shot, CHATS: workloads.chats, TWO_LEVELS: workloads.two_levels}
+    named = {FEW_SHOT: tables.few_shot, CHATS: tables.chats, TWO_LEVELS: tables.two_levels}
     return Workloads(
         {name: draw(writer) for name, draw in named.items()},
-        {length: workloads.repeated_prefix(writer, length) for length in PREFIXES},
+        {length: tables.repeated_prefix(writer, length) for length in PREFIXES},
     )
 
 

@@ -7,7 +7,7 @@ With one, each computed token's prediction is returned too.
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,126 @@ import numpy as np
 from jax import lax
 
 import kvcache_jax as kv
-from experiments.hybrid.model import FULL, RECURRENT, Params, forward
-from experiments.hybrid.workloads import Request, num_prompt_tokens
+
+RECURRENT = kv.GatedDeltaNet(2, 8, key_dim=8)
+FULL = kv.FullAttention(2, 8)
+WIDTH, VOCAB_SIZE = 32, 1000
+NUM_LAYERS = 6
+Params = dict[str, Any]
+
+
+def random_params(seed: int = 0) -> Params:
+    """Draws the weights: each layer has the weights of a recurrent and of a full one, and uses its own."""
+    channels, heads = RECURRENT.num_channels, RECURRENT.num_kv_heads
+    shapes = {
+        "x": (WIDTH, channels),
+        "gates": (WIDTH, 2 * heads),
+        "conv": (RECURRENT.kernel, channels),
+        "qkv": (WIDTH, 3 * FULL.num_kv_heads * FULL.head_dim),
+        "out": (heads * RECURRENT.head_dim, WIDTH),
+    }
+    keys = iter(jax.random.split(jax.random.key(seed), len(shapes) + 1))
+    params = {
+        name: jax.random.normal(next(keys), (NUM_LAYERS, *shape)) / shape[0] ** 0.5
+        for name, shape in shapes.items()
+    }
+    return params | {"embedding": jax.random.normal(next(keys), (VOCAB_SIZE, WIDTH))}
+
+
+def forward(params: Params, tokens: jax.Array, cache: kv.Cache, step: kv.Step) -> tuple[kv.Cache, jax.Array]:
+    """Computes logits f32[n, T, vocab] of tokens i32[n, T]."""
+    x = params["embedding"][tokens]
+    for layer, kind in enumerate(cache.config.layers):
+        weights = {name: value[layer] for name, value in params.items() if name != "embedding"}
+        mixed = _recurrent if isinstance(kind, kv.Recurrent) else _full
+        cache, out = mixed(weights, _normalised(x), cache, layer, step)
+        x = x + out.reshape(*tokens.shape, -1) @ weights["out"]
+    return cache, _normalised(x) @ params["embedding"].T
+
+
+def _recurrent(
+    weights: Params, x: jax.Array, cache: kv.Cache, layer: int, step: kv.Step
+) -> tuple[kv.Cache, jax.Array]:
+    decay, beta = jnp.split(x @ weights["gates"], 2, axis=-1)
+    new = {"x": x @ weights["x"], "g": jax.nn.log_sigmoid(decay + 3), "beta": jax.nn.sigmoid(beta)}
+    return kv.recurrence(cache, layer, new, step, weights={"conv": weights["conv"]})
+
+
+def _full(
+    weights: Params, x: jax.Array, cache: kv.Cache, layer: int, step: kv.Step
+) -> tuple[kv.Cache, jax.Array]:
+    qkv = (x @ weights["qkv"]).reshape(*x.shape[:2], 3, FULL.num_kv_heads, FULL.head_dim)
+    cache, out = kv.attention(cache, layer, qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], step)
+    assert isinstance(out, jax.Array)
+    return cache, out
+
+
+def _normalised(x: jax.Array) -> jax.Array:
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
+
+
+class Request(NamedTuple):
+    """The tokens of a prompt, and the answer that its row goes on with."""
+
+    prompt: list[int]
+    answer: list[int]
+
+
+class Writer:
+    """Texts of random tokens from a seed, below `vocab_size`; 0 is none of them."""
+
+    def __init__(self, seed: int, vocab_size: int = 1000):
+        self.rng, self.vocab_size = np.random.default_rng(seed), vocab_size
+
+    def text(self, shortest: int, longest: int | None = None) -> list[int]:
+        """Draws a text of a length from `shortest` to `longest`."""
+        length = int(self.rng.integers(shortest, (longest or shortest) + 1))
+        return self.rng.integers(1, self.vocab_size, size=length).tolist()
+
+
+def few_shot(writer: Writer, num_prompts: int = 64, prefix_len: int = 1003) -> list[Request]:
+    """One prefix, questions of 40 to 160 tokens, and answers of 8."""
+    prefix = writer.text(prefix_len)
+    return [Request(prefix + writer.text(40, 160), writer.text(8)) for _ in range(num_prompts)]
+
+
+def chats(
+    writer: Writer,
+    num_chats: int = 6,
+    num_turns: int = 6,
+    system_len: int = 213,
+    lengths: tuple[int, int] = (30, 130),
+) -> list[Request]:
+    """Chats of one system prompt, one after the other; a turn repeats all before it, its answer included."""
+    system, requests = writer.text(system_len), []
+    for _ in range(num_chats):
+        text = list(system)
+        for _ in range(num_turns):
+            text = text + writer.text(*lengths)
+            answer = writer.text(*lengths)
+            requests.append(Request(text, answer))
+            text = text + answer
+    return requests
+
+
+def two_levels(writer: Writer, num_subjects: int = 8, num_questions: int = 8) -> list[Request]:
+    """A system prompt of 213 tokens, subjects of 300 to 900, questions to each, in random order."""
+    system = writer.text(213)
+    subjects = [writer.text(300, 900) for _ in range(num_subjects)]
+    order = writer.rng.permutation(num_subjects * num_questions)
+    return [Request(system + subjects[i % num_subjects] + writer.text(40, 160), []) for i in order]
+
+
+def repeated_prefix(writer: Writer, prefix_len: int, num_prompts: int = 4) -> list[Request]:
+    """Prompts of one prefix and questions of 50 tokens."""
+    prefix = writer.text(prefix_len)
+    return [Request(prefix + writer.text(50), []) for _ in range(num_prompts)]
+
+
+def num_prompt_tokens(requests: Sequence[Request]) -> int:
+    """Counts the tokens of all prompts."""
+    return sum(len(request.prompt) for request in requests)
+
 
 BLOCK_SIZE = 16
 MAX_LEN = 2304

@@ -49,11 +49,10 @@ from experiments.common.command import InputError
 from experiments.common.corpus import MODEL
 from experiments.common.report import add_options, deliver
 from experiments.serve import report as reports
-from experiments.serve.compare import compare
+from experiments.serve.compare import compare, serve
 from experiments.serve.server import Server
-from experiments.serve.sides import BLOCK_SIZE, PREFIX, Sizes, make_engine, make_server, warm_up
+from experiments.serve.sides import BLOCK_SIZE, PREFIX, Sizes
 from experiments.serve.simulate import MACHINES, holds_one, simulate
-from experiments.serve.view import Board
 from experiments.serve.workload import Workload, alike, few_shot, human_eval
 from models import checkpoint
 from models.decoder import Decoder
@@ -98,11 +97,9 @@ def make_parser() -> command.Parser:
         "--trace", type=command.name, metavar="FILE", help="of Azure (.csv) or Mooncake (.jsonl)"
     )
     parser.add_argument("--checkpoint", type=command.name, default=MODEL, metavar="DIR")
-    parser.add_argument("--rows", type=command.integer(1), metavar="N", help="of the cache")
-    parser.add_argument("--requests", type=command.integer(1), metavar="N", help="of the first workload")
-    parser.add_argument(
-        "--few-shot", type=command.integer(1, 1000), default=16, metavar="N", help="of the second"
-    )
+    parser.count("--rows", None, "of the cache")
+    parser.count("--requests", None, "of the first workload")
+    parser.count("--few-shot", 16, "of the second", most=1000)
     parser.add_argument("--arrivals", type=command.number(0), metavar="F", help="factor on the trace's")
     parser.add_argument(
         "--lengths", type=command.number(0, is_above=True), metavar="F", help="factor on the trace's answers"
@@ -118,7 +115,7 @@ def make_parser() -> command.Parser:
         metavar="MACHINE",
         help=f"by a cost model alone: {', '.join(MACHINES)}; default: H200",
     )
-    parser.add_argument("--chips", type=command.integer(1), default=8, metavar="N", help="of that machine")
+    parser.count("--chips", 8, "of that machine")
     add_options(parser)
     parser.add_argument(
         "--markdown", type=command.name, metavar="RECORD", help="print a record's tables and measure nothing"
@@ -139,39 +136,29 @@ def metrics_file(text: str) -> Path:
 
 def run(options: Any) -> tuple[list[Server], dict[str, Any]]:
     """Does what is asked for: servers, and their part of the report."""
-    board = Board()
     factors = options.arrivals, options.lengths
     if options.demo:
-        return demo(alike(options.requests, *factors), load(options), options.rows, board)
+        return demo(alike(options.requests, *factors), load(options), options.rows)
     problems = human_eval(options.data, options.trace, options.requests, *factors)
     if options.simulate:
         machine = dataclasses.replace(MACHINES[options.simulate], num_chips=options.chips)
         if not holds_one(problems, machine):
             raise InputError(f"{options.chips} {machine.name} hold no model and request: raise --chips")
-        return [], {"simulated": simulate(problems, machine, options.rows, board)}
+        return [], {"simulated": simulate(problems, machine, options.rows)}
     questions = few_shot(options.data, options.trace, options.few_shot, options.arrivals, FEW_SHOT_LENGTHS)
-    return compare(problems, questions, load(options), options.rows, board, options.interference)
+    return compare(problems, questions, load(options), options.rows, options.interference)
 
 
 def load(options: Any) -> Decoder:
     return checkpoint.load(options.checkpoint, dtype=jnp.float32)
 
 
-def demo(work: Workload, decoder: Decoder, rows: int, board: Board) -> tuple[list[Server], dict[str, Any]]:
+def demo(work: Workload, decoder: Decoder, rows: int) -> tuple[list[Server], dict[str, Any]]:
     """Serves by one engine, in a pool that cannot hold what its rows want."""
     num_blocks = math.ceil(DEMO_POOL * -(-work.longest // BLOCK_SIZE))
-    engine = make_engine(PREFIX, decoder, Sizes(rows, work.longest, num_blocks))
-    warm_up(engine)
-    server = make_server(PREFIX, engine, work.jobs)
-    with board.showing([server], work.name) as show:
-        server.clock.start()
-        while not server.is_done:
-            server.step()
-            show()
-        server.clock.stop()
-    if problems := kv.check_invariants(engine.state.cache):
+    [server], sides = serve(work, (PREFIX,), decoder, Sizes(rows, work.longest, num_blocks))
+    if problems := kv.check_invariants(server.engine.state.cache):
         raise RuntimeError("; ".join(problems))
-    sides = [server.record() | {"timeline": server.timeline()}]
     workload = {"name": work.name, "source": work.source, "sides": sides}
     return [server], {"rows": rows, "workloads": [workload]}
 

@@ -5,7 +5,7 @@ from typing import Any
 from experiments.common.report import at_least, at_most
 from experiments.serve import interference
 from experiments.serve.interference import STEPS_PER_DELIVERY
-from experiments.serve.server import Server
+from experiments.serve.server import Server, take_turns
 from experiments.serve.sides import (
     CONTINUOUS,
     HOST,
@@ -18,7 +18,6 @@ from experiments.serve.sides import (
     program_cost,
     warm_up,
 )
-from experiments.serve.view import Board
 from experiments.serve.workload import Workload
 from models.decoder import Decoder
 
@@ -27,12 +26,12 @@ NUM_ROUNDS, STEPS_PER_TURN = 6, 96
 
 
 def serve(
-    work: Workload, names: tuple[str, ...], decoder: Decoder, sizes: Sizes, board: Board
+    work: Workload, names: tuple[str, ...], decoder: Decoder, sizes: Sizes
 ) -> tuple[list[Server], list[dict[str, Any]]]:
-    """Serves a workload by all sides, which take turns of as many tokens each.
+    """Serves a workload by all sides, which take turns.
 
-    So whatever else the machine does meanwhile meets all of them alike. The table comes at a table's speed:
-    its requests are all there at once, so that its rows are as full as the others'.
+    The table comes at a table's speed: its requests are all there at once, so that its rows are as full as
+    the others'.
     """
     servers, num_programs = [], []
     for name in names:
@@ -40,13 +39,7 @@ def serve(
         num_programs.append(warm_up(engine))
         jobs = [job._replace(arrival=0.0) for job in work.jobs] if name == TABLE else work.jobs
         servers.append(make_server(name, engine, jobs))
-    with board.showing(servers, work.name) as show:
-        for i in range(1, NUM_TURNS + 1):
-            for server in servers:
-                server.turn(work.num_tokens * i // NUM_TURNS)
-            show()
-            if all(server.is_done for server in servers):  # tokens come several at once
-                break
+    take_turns(servers, work, NUM_TURNS)
     for server in servers:
         wrong = [job for job, num in zip(work.jobs, server.num_tokens, strict=True) if num != job.num_tokens]
         if wrong:  # a side that loses tokens must not look fast
@@ -59,7 +52,7 @@ def serve(
 
 
 def compare(
-    problems: Workload, few_shot: Workload, decoder: Decoder, rows: int, board: Board, is_disturbed: bool
+    problems: Workload, few_shot: Workload, decoder: Decoder, rows: int, is_disturbed: bool
 ) -> tuple[list[Server], dict[str, Any]]:
     """Measures all that the bars ask for; returns the servers of the first workload, and the report."""
     disturbed_len = interference.num_tokens(NUM_ROUNDS, STEPS_PER_TURN) if is_disturbed else 0
@@ -67,8 +60,8 @@ def compare(
     longest = max(problems.longest, few_shot.longest, longest_prompt + disturbed_len)
     sizes = Sizes(rows, longest)
     cost = program_cost(make_engine(CONTINUOUS, decoder, sizes))
-    servers, first = serve(problems, (STATIC, CONTINUOUS, PREFIX, HOST, TABLE), decoder, sizes, board)
-    _, second = serve(few_shot, (CONTINUOUS, PREFIX), decoder, sizes, board)
+    servers, first = serve(problems, (STATIC, CONTINUOUS, PREFIX, HOST, TABLE), decoder, sizes)
+    _, second = serve(few_shot, (CONTINUOUS, PREFIX), decoder, sizes)
     report: dict[str, Any] = {
         "rows": rows,
         "steps_per_delivery": sizes.steps_per_dispatch,

@@ -115,19 +115,6 @@ def markdown(report: dict[str, Any]) -> str:
     return "\n".join(tables)
 
 
-def readme_lines(report: dict[str, Any]) -> list[tuple[str, str]]:
-    """Writes the rows of README's table that a record is in: how each begins, and all of it."""
-    batches, prefix = (bar["measured"] for bar in report["bars"][:2])
-    engine, host = (record["slow_down_p99"] for record in report["interference"])
-    figures = {
-        "tokens/s of continuous batching": f"{batches:.2f} times those of static batches, {prefix:.2f} times "
-        "with the prefix cache on 8-shot GSM8K | `python -m experiments.serve`",
-        "p99 between deliveries on a busy host": f"{engine:.2f} times that of an idle one; a dispatch per "
-        f"token: {host:.2f} | `python -m experiments.serve --interference`",
-    }
-    return [(f"| {what} |", f"| {what} | {figure} |") for what, figure in figures.items()]
-
-
 def _markdown_table(columns: Columns, records: Sequence[dict], corner: str | None = None) -> str:
     header = list(columns) if corner is None else [corner, *list(columns)[1:]]
     lines = [header, ["---", *["--:"] * (len(header) - 1)], *cells(columns, records)]

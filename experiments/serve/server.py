@@ -2,13 +2,15 @@
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 import kvcache_jax as kv
-from experiments.serve.workload import Job
+from experiments.common.progress import progress
+from experiments.serve.workload import Job, Workload
 
 MOST_CHECK_INS = 240  # of a record
 
@@ -223,6 +225,20 @@ class Server:
         """Check-ins, as many as a picture needs: [second, running, waiting, blocks, tokens, preemptions]."""
         every = -(-len(self.check_ins) // MOST_CHECK_INS) or 1
         return [[round(check_in.second, 3), *check_in[1:]] for check_in in self.check_ins[::every]]
+
+
+def take_turns(servers: Sequence[Server], work: Workload, num_turns: int) -> None:
+    """Has servers serve a workload in turns of as many tokens each.
+
+    So whatever else the machine does meanwhile meets all of them alike.
+    """
+    with progress(work.name, num_turns, every=8) as show:
+        for i in range(1, num_turns + 1):
+            for server in servers:
+                server.turn(work.num_tokens * i // num_turns)
+            show(i, ", ".join(f"{server.name}: {server.num_ended} of {len(work.jobs)}" for server in servers))
+            if all(server.is_done for server in servers):  # tokens come several at once
+                break
 
 
 def _percentiles(values: np.ndarray) -> dict[str, float | None]:

@@ -1,17 +1,14 @@
 """The sides: how requests are scheduled, on the same model, rows, blocks and forward; what programs cost."""
 
-import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.monitoring
 import jax.numpy as jnp
-from jax.experimental.compilation_cache import compilation_cache
 
 import kvcache_jax as kv
+from experiments.common.compiled_programs import nothing_kept, watched
 from experiments.serve.server import Clock, Server
 from experiments.serve.workload import Job
 from models import decoder as models
@@ -24,7 +21,6 @@ HOST = "a dispatch per token"
 TABLE = "a table for the model"
 BLOCK_SIZE = 16
 STEPS_PER_DISPATCH = 32
-_COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,35 +90,6 @@ def make_server(name: str, engine: kv.Engine, jobs: list[Job], clock: Clock | No
     return Server(name, engine, jobs, max_steps=max_steps, is_static=name == STATIC, clock=clock)
 
 
-@contextlib.contextmanager
-def nothing_kept() -> Iterator[None]:
-    """Within it no compiled program is taken from a file, and none is kept."""
-    before = jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()  # jax looks at the setting once
-    try:
-        yield
-    finally:
-        jax.config.update("jax_enable_compilation_cache", before)
-        compilation_cache.reset_cache()
-
-
-@contextlib.contextmanager
-def counted() -> Iterator[list[str]]:
-    """Lists the programs that are compiled within it, one entry each."""
-    found: list[str] = []
-
-    def note(event: str, duration_secs: float, **_: Any) -> None:
-        if event == _COMPILED:
-            found.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(note)
-    try:
-        yield found
-    finally:
-        jax.monitoring.unregister_event_duration_listener(note)
-
-
 def program_cost(engine: kv.Engine) -> dict[str, float]:
     """Compiles an engine's program anew: seconds, and bytes of its temporaries and of the pools."""
     with nothing_kept():
@@ -140,8 +107,8 @@ def program_cost(engine: kv.Engine) -> dict[str, float]:
 
 def warm_up(engine: kv.Engine) -> int:
     """Serves two requests, so that all is compiled, and counts the programs that were."""
-    with counted() as programs:
+    with watched("an engine") as cost:
         engine.push([kv.GenerationRequest([1, 2, 3], 2), kv.GenerationRequest([4], 1)])
         for _ in engine:
             pass
-    return len(programs)
+    return cost.num_programs

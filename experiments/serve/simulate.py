@@ -12,7 +12,7 @@ import dataclasses
 import time
 
 import kvcache_jax as kv
-from experiments.serve.server import Clock, Server, computed_tokens
+from experiments.serve.server import Clock, Server, computed_tokens, take_turns
 from experiments.serve.sides import (
     BLOCK_SIZE,
     CONTINUOUS,
@@ -23,7 +23,6 @@ from experiments.serve.sides import (
     table_of,
     warm_up,
 )
-from experiments.serve.view import Board
 from experiments.serve.workload import Workload
 
 VOCAB_SIZE = 2
@@ -152,7 +151,7 @@ class SimulatedClock(Clock):
         self._num_tokens, self._num_steps = num_tokens, num_steps
 
 
-def simulate(work: Workload, machine: Machine, rows: int, board: Board) -> dict:
+def simulate(work: Workload, machine: Machine, rows: int) -> dict:
     """Serves a workload on a machine; the report of `--simulate`.
 
     Where there are rows for all requests, a static batch is what continuous batching does too, and left out.
@@ -169,12 +168,7 @@ def simulate(work: Workload, machine: Machine, rows: int, board: Board) -> dict:
     for name in names:  # one after the other: their states are large, and nobody's clock is this machine's
         server = _server(name, work, machine, sizes)
         start = time.perf_counter()
-        with board.showing([server]) as show:
-            for i in range(1, NUM_TURNS + 1):
-                server.turn(work.num_tokens * i // NUM_TURNS)
-                show()
-                if server.is_done:
-                    break
+        take_turns([server], work, NUM_TURNS)
         record = server.record()
         seconds = time.perf_counter() - start
         here = {"here_s": seconds, "here_step_ms": 1e3 * seconds / record["num_steps"]}

@@ -50,39 +50,16 @@ def make_parser() -> command.Parser:
     add("--name", metavar="NAME", help="of the model, for clients; default: the folder's")
     add("--dtype", choices=("float32", "bfloat16"), help="default: float32 on a CPU, else the checkpoint's")
     add("--host", default="127.0.0.1", help="address to listen on; default: %(default)s, this machine alone")
-    add(
-        "--port",
-        type=command.integer(0, 65535),
-        default=8000,
-        metavar="N",
-        help="default: %(default)s; 0: any",
-    )
+    parser.count("--port", 8000, "0: any", least=0, most=65535)
     add("--api-key", default=os.environ.get("KVCACHE_API_KEY"), metavar="KEY", help="or KVCACHE_API_KEY")
-    add("--rows", type=command.integer(1), default=8, metavar="N", help="that run; default: %(default)s")
-    add(
-        "--max-len",
-        type=command.integer(2),
-        metavar="N",
-        help="tokens of a row; default: the model's, at most 8192",
-    )
-    add("--blocks", type=command.integer(1), metavar="N", help="of the pool; default: enough for all rows")
-    add("--block-size", type=command.integer(1), default=16, metavar="N", help="tokens; default: %(default)s")
-    add(
-        "--queue",
-        type=command.integer(0, 2**16),
-        default=256,
-        metavar="N",
-        help="that wait; default: %(default)s",
-    )
-    add("--max-tokens", type=command.integer(1), metavar="N", help="of an answer; default: a row's")
+    parser.count("--rows", 8, "that run")
+    parser.count("--max-len", None, "tokens of a row; default: the model's, at most 8192", least=2)
+    parser.count("--blocks", None, "of the pool; default: enough for all rows")
+    parser.count("--block-size", 16, "tokens")
+    parser.count("--queue", 256, "that wait", least=0, most=2**16)
+    parser.count("--max-tokens", None, "of an answer; default: a row's")
     add("--max-body", type=command.integer(1), default=2**20, metavar="BYTES", help="default: 1 MiB")
-    add(
-        "--top-logprobs",
-        type=command.integer(0, 20),
-        default=5,
-        metavar="N",
-        help="at most; default: %(default)s",
-    )
+    parser.count("--top-logprobs", 5, "at most", least=0, most=20)
     add("--policy", default="fcfs", help="by which requests are served; default: %(default)s")
     add(
         "--chat-template",

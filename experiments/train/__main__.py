@@ -1,26 +1,23 @@
 """Question: how well does a small decoder learn Python's standard library in an hour on two cores?
 
-Command: python -m experiments.train [--steps N] [--seed N] [--out DIR] [--resume] [--json]
+Command: python -m experiments.train [--steps N] [--seed N] [--out DIR] [--json]
          python -m experiments.train --evaluate [--out DIR] [--json]
 Machine: 2 virtual cores of an Intel Xeon, shared with other work; jax 0.12.0, Python 3.12.1
 Answer:  1.104 bits per byte of 20 files that it never saw, after 53 minutes; `gzip -9` takes 1.950 and lzma
   (preset 9) 1.710 on the same 399,693 bytes in one stream. The compressors have seen no other
   Python; the model (4.5 million parameters) has read 9.8 MB of it, in which 4.8% of the strings of 64 bytes
   in those files stand, too.
-Record:  models/stdlib_bytes/training.json, and loss.png beside it.
+Record:  models/stdlib_bytes/training.json.
 
 Tokens are bytes, windows are drawn at random, matrices learn by Muon and the rest by AdamW. `--evaluate`
 counts each byte of the files that are not trained on (`corpus.HELD_OUT`) once.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import json
-import signal
-import sys
 import tempfile
-import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,9 +29,9 @@ from flax import nnx
 
 from experiments.common import command, corpus
 from experiments.common.progress import progress
+from experiments.common.report import add_options, deliver
 from experiments.train import report as train_report
-from experiments.train.checkpoints import Checkpoints, SavingError, TrainingError
-from experiments.train.training import SAVE_EVERY, Recipe, settings_of, train
+from experiments.train.training import Recipe, settings_of, train
 from models import checkpoint
 from models.decoder import Decoder, DecoderConfig
 from models.tokenizer import ByteTokenizer
@@ -52,97 +49,65 @@ CONFIG = DecoderConfig(
     tie_embeddings=True,
     matmul_dtype=jnp.bfloat16,
 )
-STATE = Path(".cache/training")
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = command.Parser("experiments.train", __doc__)
     parser.add_argument("--steps", type=command.integer(1, 10**7), help=f"updates; default: {Recipe.steps}")
-    parser.add_argument(
-        "--seed", type=command.integer(0, 2**63 - 1), help="of the first parameters and of the windows"
-    )
-    parser.add_argument("--resume", action="store_true", help="continue the run that was interrupted")
-    parser.add_argument("--state", type=Path, metavar="DIR", help=f"keeps the run's state; default: {STATE}")
+    parser.count("--seed", None, "of the first parameters and of the windows", least=0, most=2**63 - 1)
     parser.add_argument(
         "--matmul-dtype",
         choices=["bfloat16", "float32"],
         help="of matrix products in training; default: bfloat16, slow on a CPU without instructions for it",
     )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=corpus.MODEL,
-        metavar="DIR",
-        help="the model; default: models/stdlib_bytes",
-    )
+    text = "the model; default: models/stdlib_bytes"
+    parser.add_argument("--out", type=Path, default=corpus.MODEL, metavar="DIR", help=text)
     parser.add_argument("--evaluate", action="store_true", help="measure the model that is there")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    add_options(parser, draws=False)
     options = parser.parse_args(arguments)
     if options.evaluate:
-        for name in ("steps", "seed", "resume", "state", "matmul_dtype"):
-            if getattr(options, name) is not parser.get_default(name):
+        for name in ("steps", "seed", "matmul_dtype"):
+            if getattr(options, name) is not None:
                 name = name.replace("_", "-")
                 parser.error(f"got --evaluate and --{name}, which is of training: leave one of them out")
     try:
-        report = _evaluate(options.out) if options.evaluate else _train(options)
-        evaluation = report if options.evaluate else report["held_out"]
-    except (TrainingError, checkpoint.CheckpointError) as error:
-        parser.error(str(error))
-    except (FloatingPointError, SavingError) as error:
+        with parser.refusing(checkpoint.CheckpointError):
+            report = _evaluate(options.out) if options.evaluate else _train(options)
+    except FloatingPointError as error:
         parser.fail(str(error))
-    if options.json:
-        print(json.dumps(report))
-    else:
-        train_report.show(evaluation)
-        if not options.evaluate:
-            print(f"\n{report['minutes']:.1f} minutes of training; the model and its record: {options.out}")
+    deliver(report, options, train_report.show)
     return 0
 
 
 def _train(options: argparse.Namespace) -> dict[str, Any]:
     given = {name: getattr(options, name) for name in ("steps", "seed") if getattr(options, name) is not None}
-    recipe, state_folder = Recipe(**given), options.state or STATE
+    recipe, data = Recipe(**given), corpus.training_bytes()
     config = dataclasses.replace(CONFIG, matmul_dtype=options.matmul_dtype or CONFIG.matmul_dtype)
-    _require_writable("--out", options.out)
-    _require_writable("--state", state_folder)
-    data = corpus.training_bytes()
-    with stop_on_interrupt() as stop, progress("training", recipe.steps, every=SAVE_EVERY) as show:
+    _require_writable(options.out)
+    start = time.monotonic()
+    with progress("training", recipe.steps, every=100) as show:
 
-        def on_step(num_done: int, bits: np.ndarray) -> bool:
+        def on_step(num_done: int, bits: np.ndarray) -> None:
             show(num_done, f"{bits[-50:].mean():.3f} bits per byte")
-            return stop.is_set()
 
-        try:
-            trained = train(recipe, config, data, state_folder, is_resumed=options.resume, on_step=on_step)
-        except KeyboardInterrupt:
-            print(f"stopped: --resume continues from {state_folder}", file=sys.stderr)
-            raise
-    try:
-        save_model(options.out, trained.decoder)
-    except checkpoint.CheckpointError as error:
-        raise SavingError(f"{error}; --resume tries again from {state_folder}") from error
-    record = train_report.make_record(
-        settings=settings_of(recipe, config, data),
-        bits=trained.bits,
-        minutes=trained.seconds / 60,
-        num_bytes=len(data),
-        held_out=_evaluate(options.out),
-    )
-    train_report.write(options.out, record)
-    with Checkpoints(state_folder, settings_of(recipe, config, data)) as checkpoints:
-        checkpoints.clear()
+        decoder, bits = train(recipe, config, data, on_step)
+    minutes = (time.monotonic() - start) / 60
+    save_model(options.out, decoder)
+    settings, held_out = settings_of(recipe, config, data), _evaluate(options.out)
+    record = train_report.make_record(settings, bits, minutes, len(data), held_out)
+    (options.out / train_report.RECORD).write_text(json.dumps(record, indent=1) + "\n")
     return record
 
 
-def _require_writable(option: str, folder: Path) -> None:
+def _require_writable(folder: Path) -> None:
     """Before an hour is spent on what cannot be kept; makes nothing."""
     try:
         there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
         with tempfile.TemporaryFile(dir=there):
             pass
     except OSError as error:
-        raise TrainingError(
-            f"got {option} {folder}, expected a folder to write to: {error.strerror}"
+        raise command.InputError(
+            f"got --out {folder}, expected a folder to write to: {error.strerror}"
         ) from error
 
 
@@ -162,22 +127,6 @@ def save_model(folder: Path, decoder: Decoder) -> None:
     structure = jax.tree.structure(jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
     leaves = [leaf.astype(jnp.bfloat16) for leaf in jax.tree.leaves(decoder)]
     checkpoint.save(folder, jax.tree.unflatten(structure, leaves), ByteTokenizer(stop_tokens=[corpus.END]))
-
-
-@contextlib.contextmanager
-def stop_on_interrupt() -> Iterator[threading.Event]:
-    """Set by the first Ctrl-C, so that a step is not cut in two; the second one interrupts."""
-    stop = threading.Event()
-
-    def handle(*_: object) -> None:
-        stop.set()
-        signal.signal(signal.SIGINT, before)
-
-    before = signal.signal(signal.SIGINT, handle)
-    try:
-        yield stop
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 if __name__ == "__main__":

@@ -1,24 +1,22 @@
-"""What is said of a trained model: its evaluation, the record of its training, and the curve of its loss."""
+"""What is said of a trained model: its evaluation, and the record of its training."""
 
 import json
 import platform
-import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from experiments.common import corpus
-from experiments.common.report import figure
-from experiments.common.timing import machine, revision, show_table
+from experiments.common.report import provenance
+from experiments.common.timing import show_table
 from experiments.train.bits_per_byte import bits_of_files
 from models import checkpoint
 from models.tokenizer import ByteTokenizer
 
-RECORD, CURVE = "training.json", "loss.png"
+RECORD = "training.json"
 LOSS_EVERY = 20  # steps whose mean is one number of the record
 BAR = 1.65  # bits per byte of the held-out files
 
@@ -29,7 +27,6 @@ def evaluate(folder: Path, progress: Callable[[Sequence], Iterable] = iter) -> d
     Raises:
       CheckpointError: the folder has no model of bytes, or this Python has none of the files.
     """
-    start = time.monotonic()
     files = corpus.held_out_files()
     if not files:
         raise checkpoint.CheckpointError(
@@ -55,10 +52,6 @@ def evaluate(folder: Path, progress: Callable[[Sequence], Iterable] = iter) -> d
         "files": rows,
         "missing_files": sorted(set(corpus.HELD_OUT) - set(files)),
         "python": platform.python_version(),
-        "jax": jax.__version__,
-        "machine": machine(),
-        "revision": revision(),
-        "seconds": round(time.monotonic() - start, 1),
     }
 
 
@@ -68,7 +61,10 @@ def _beside(bits: np.ndarray, data: bytes) -> dict[str, float]:
 
 
 def show(report: dict[str, Any]) -> None:
-    """Prints what `evaluate` found."""
+    """Prints what `evaluate` found, or a record that has it."""
+    if "minutes" in report:
+        print(f"{report['minutes']:.1f} minutes of training, {report['loss'][-1]:.3f} bits per byte at last")
+    report = report.get("held_out", report)
     names = list(report["bits_per_byte"])
     total = {"name": f"all {len(report['files'])}, one stream"} | report
     rows = [
@@ -89,7 +85,7 @@ def show(report: dict[str, Any]) -> None:
 
 
 def make_record(
-    *, settings: dict[str, Any], bits: np.ndarray, minutes: float, num_bytes: int, held_out: dict[str, Any]
+    settings: dict[str, Any], bits: np.ndarray, minutes: float, num_bytes: int, held_out: dict[str, Any]
 ) -> dict[str, Any]:
     """The record of a training.
 
@@ -101,39 +97,12 @@ def make_record(
       held_out: From `evaluate`.
     """
     parts = np.split(bits, range(LOSS_EVERY, len(bits), LOSS_EVERY))
-    return {
+    return provenance() | {
         "settings": json.loads(json.dumps(settings, default=str)),
         "num_bytes": num_bytes,
         "minutes": round(minutes, 1),
         "python": platform.python_version(),
-        "jax": jax.__version__,
-        "machine": machine(),
-        "revision": revision(),
         "held_out": held_out,
         "loss_every": LOSS_EVERY,
         "loss": [round(float(part.mean()), 3) for part in parts],
     }
-
-
-def write(folder: Path, record: dict[str, Any]) -> None:
-    """Writes the record and draws the curve beside it."""
-    (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n")
-    _draw(record, folder / CURVE)
-
-
-@figure((8, 4.5))
-def _draw(record: dict[str, Any], axes: Any) -> None:
-    settings, loss = record["settings"], record["loss"]
-    num_steps = settings["steps"]
-    ends = [min((i + 1) * record["loss_every"], num_steps) for i in range(len(loss))]
-    axes.plot(ends, loss, color="tab:blue", label="training text")
-    styles = {"model": ("tab:red", "-"), "gzip -9": ("0.55", "--"), "lzma 9": ("0.3", "-.")}
-    for name, bits in record["held_out"]["bits_per_byte"].items():
-        color, style = styles[name]
-        label = f"held-out files, {'the trained model' if name == 'model' else name}: {bits:.2f}"
-        axes.axhline(bits, color=color, linestyle=style, linewidth=1.2, label=label)
-    label = f"windows grow from {settings['short_length']:,} to {settings['long_length']:,} bytes"
-    axes.axvline(num_steps * (1 - settings["long_share"]), color="0.8", linewidth=1, label=label)
-    axes.set(xlabel="step", ylabel="bits per byte", xlim=(0, num_steps), ylim=(1, 4))
-    axes.set_title("A byte-level decoder learns Python's standard library")
-    axes.legend(frameon=False)

@@ -1,11 +1,9 @@
-"""The training loop of `experiments.train`: a recipe, a decoder, bytes, and a state that can be resumed."""
+"""The training loop of `experiments.train`: a recipe, a decoder, bytes."""
 
 import dataclasses
 import functools
 import math
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,10 +13,7 @@ from flax import nnx
 
 from experiments.common import corpus
 from experiments.train.bits_per_byte import empty_cache, losses
-from experiments.train.checkpoints import Checkpoints, TrainingError
 from models.decoder import Decoder, DecoderConfig
-
-SAVE_EVERY = 100  # steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,81 +54,46 @@ class Recipe:
         return self.short_length if is_short else self.long_length
 
 
-@dataclasses.dataclass(frozen=True)
-class Trained:
-    """What a training run leads to.
-
-    Attributes:
-      decoder: The model.
-      bits: Mean loss of each step in bits per byte, f64[steps].
-      seconds: Spent, also before the run was resumed.
-    """
-
-    decoder: Decoder
-    bits: np.ndarray
-    seconds: float
-
-
 def train(
     recipe: Recipe,
     config: DecoderConfig,
     data: np.ndarray,
-    state_folder: Path,
-    *,
-    is_resumed: bool = False,
-    save_every: int = SAVE_EVERY,
-    on_step: Callable[[int, np.ndarray], bool] = lambda num_done, bits: False,
-) -> Trained:
-    """Trains a decoder, and saves its state so that it can be resumed bit for bit.
+    on_step: Callable[[int, np.ndarray], None] = lambda num_done, bits: None,
+) -> tuple[Decoder, np.ndarray]:
+    """Trains a decoder.
 
     Args:
       recipe: How.
       config: Of the decoder.
       data: u8[n], what to learn.
-      state_folder: Where the state is saved; a run that has ended leaves it there.
-      is_resumed: Continue from the state that is there; otherwise there must be none.
-      save_every: Steps.
-      on_step: Called after each step with the steps done and their losses in bits per byte; true to stop.
+      on_step: Called after each step with the steps done and their losses in bits per byte.
+
+    Returns:
+      The model, and the mean loss of each step in bits per byte, f64[steps].
 
     Raises:
-      TrainingError: the state does not fit, or there is not enough data.
+      ValueError: there is not enough data.
       FloatingPointError: the loss is not finite.
-      KeyboardInterrupt: `on_step` said stop; the state is saved.
     """
     if len(data) <= recipe.long_length:
-        raise TrainingError(f"there are {len(data)} bytes to train on, expected over {recipe.long_length}")
+        raise ValueError(f"there are {len(data)} bytes to train on, expected over {recipe.long_length}")
     optimizer = make_optimizer(recipe)
     decoder: Any = Decoder(config, rngs=nnx.Rngs(recipe.seed))  # optax's types know of no modules
-    state = (decoder, optimizer.init(decoder), np.zeros(recipe.steps), np.zeros(()))
-    caches = {}
-    with Checkpoints(state_folder, settings_of(recipe, config, data), is_resumed=is_resumed) as checkpoints:
-        first = 0
-        if is_resumed:
-            first, state = checkpoints.restore(state)
-        else:
-            checkpoints.require_none()
-        decoder, optimizer_state, bits, seconds = state
-        bits, start = np.array(bits), time.monotonic() - float(seconds)
-        for step in range(first, recipe.steps):
-            length = recipe.length(step)
-            num_rows = max(1, recipe.tokens_per_step // length)
-            if length not in caches:
-                caches[length] = empty_cache(config, num_rows, length)
-            windows = corpus.windows(data, recipe.seed, step, num_rows, length)
-            decoder, optimizer_state, loss = update(
-                decoder, optimizer_state, windows, caches[length], optimizer=optimizer
-            )
-            bits[step] = float(loss) / math.log(2)
-            if not math.isfinite(bits[step]):
-                raise FloatingPointError(f"the loss is {bits[step]} at step {step}: lower the learning rates")
-            num_done = step + 1
-            is_stopped = on_step(num_done, bits[:num_done])
-            if num_done % save_every == 0 or num_done == recipe.steps or is_stopped:
-                seconds = np.array(time.monotonic() - start)
-                checkpoints.save(num_done, (decoder, optimizer_state, bits, seconds))
-            if is_stopped:
-                raise KeyboardInterrupt
-    return Trained(decoder, bits, float(seconds))
+    optimizer_state, bits, caches = optimizer.init(decoder), np.zeros(recipe.steps), {}
+    for step in range(recipe.steps):
+        length = recipe.length(step)
+        num_rows = max(1, recipe.tokens_per_step // length)
+        if length not in caches:
+            caches[length] = empty_cache(config, num_rows, length)
+        windows = corpus.windows(data, recipe.seed, step, num_rows, length)
+        decoder, optimizer_state, loss = update(
+            decoder, optimizer_state, windows, caches[length], optimizer=optimizer
+        )
+        bits[step] = float(loss) / math.log(2)
+        if not math.isfinite(bits[step]):
+            raise FloatingPointError(f"the loss is {bits[step]} at step {step}: lower the learning rates")
+        on_step(step + 1, bits[: step + 1])
+    return decoder, bits
 
 
 @functools.partial(jax.jit, static_argnames="optimizer", donate_argnames=("decoder", "optimizer_state"))

@@ -9,8 +9,6 @@ from experiments.decode import __main__ as decode
 from experiments.decode import block_map_demo
 from tests.inspect.block_map_reader import ANSI, read_groups, recount
 
-pyplot = pytest.importorskip("matplotlib.pyplot")
-
 
 def run_demo(capsys, *arguments):
     assert decode.main(["--map", *arguments]) == 0
@@ -51,28 +49,13 @@ def test_the_demo_does_what_its_sentences_say(capsys):
     assert counters["num_blocks_free"] == counters["num_blocks_total"] == "20"
 
 
-def test_the_demo_draws_a_panel_per_step(capsys, tmp_path):
-    path = tmp_path / "steps.png"
-    assert "wrote" in run_demo(capsys, "--picture", str(path))
-    height, width, _ = pyplot.imread(path).shape
-    assert height > width > 1000
-
-
 def test_the_demo_reports_violations(capsys, monkeypatch):
     monkeypatch.setattr(kv, "check_invariants", lambda cache: ["block 3 is lost"])
     assert decode.main(["--map"]) == 1
     assert "block 3 is lost" in capsys.readouterr().out
 
 
-def test_the_demo_refuses_a_bad_picture(capsys):
-    with pytest.raises(SystemExit) as error:
-        decode.main(["--map", "--picture", "nowhere/steps.png"])
-    assert error.value.code == 2
-    captured = capsys.readouterr()
-    assert "no folder nowhere" in captured.err and captured.err.count("\n") == 1 and not captured.out
-
-
-@pytest.mark.parametrize("others", [["a prompt"], ["--json"], ["--beams", "2"], ["--checkpoint", "x"]])
+@pytest.mark.parametrize("others", [["a prompt"], ["--json"], ["--samples", "2"], ["--checkpoint", "x"]])
 def test_the_demo_decodes_nothing(capsys, others):
     with pytest.raises(SystemExit) as error:
         decode.main(["--map", *others])

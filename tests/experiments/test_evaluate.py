@@ -17,10 +17,10 @@ from flax import nnx
 
 from experiments.common import byte_model
 from experiments.common.command import InputError
-from experiments.evaluate import __main__ as command
-from experiments.evaluate import items, report, scoring
+from experiments.evaluate import __main__ as evaluate
+from experiments.evaluate import items
+from experiments.evaluate.__main__ import Results
 from experiments.evaluate.items import BLOCK_SIZE, Item, Task
-from experiments.evaluate.results import Results
 from experiments.train.bits_per_byte import empty_cache, losses
 from models import checkpoint
 from models.decoder import Decoder
@@ -52,7 +52,11 @@ def folder(tmp_path):
 
 def test_items_of_a_task_share_its_prefix_and_nothing_else(folder):
     """The prefix is whole blocks, and the first block behind it tells each item from the others."""
-    for task in (items.grade_school(folder, 20, 3), items.programs(folder, 20, 3), items.source(20, 3)):
+    for task in (
+        items.grade_school(folder, 20, 3),
+        items.programs(folder, 20, 3),
+        items.source(20, 3),
+    ):
         assert len(task.prefix) % BLOCK_SIZE == 0 and len(task.items) == 20
         assert len({item.own[:BLOCK_SIZE] for item in task.items}) == 20
         assert len({item.id for item in task.items}) == 20
@@ -150,7 +154,7 @@ def test_another_runs_results_are_refused(tmp_path, text, said):
 def test_choices_are_scored_behind_their_context_and_the_prefix_is_computed_once(decoder, num_compared):
     task = items.source(5, 0, prefix_len=60, own_len=21, choice_len=9)
     results = Results(None, {})
-    for _ in scoring.evaluate(decoder, [task], results, num_compared):
+    for _ in evaluate.evaluate(decoder, [task], results, num_compared):
         pass
     cache = empty_cache(TINY, 1, 128)
     for item in task.items:
@@ -166,7 +170,7 @@ def test_choices_are_scored_behind_their_context_and_the_prefix_is_computed_once
         result for result in map(results.__getitem__, (item.id for item in task.items)) if "alone" in result
     ]
     assert [result["uncached"]["cached"] for result in compared] == [0] * num_compared
-    found = scoring.summary(task, results)
+    found = evaluate.summary(task, results)
     own = sum(len(item.own) for item in task.items)
     assert found["computed"] == own + 5 * 32 and found["computed_uncached"] == own + 5 * (64 + 32)
     assert found["computed_alone"] == 4 * (own + 5 * (64 + 8)) and found["prefix_computed"] == 0
@@ -178,7 +182,7 @@ def test_choices_are_scored_behind_their_context_and_the_prefix_is_computed_once
 
 def test_who_is_right_in_sum_need_not_be_per_byte():
     result = {"sums": [-4.0, -3.0], "lengths": [8, 2], "right": 0}
-    assert scoring.is_right(result, per_byte=True) and not scoring.is_right(result, per_byte=False)
+    assert evaluate.is_right(result, per_byte=True) and not evaluate.is_right(result, per_byte=False)
 
 
 # --- the command ---
@@ -190,24 +194,24 @@ def one_task():
 
 
 def run(*arguments):
-    return command.main(["--items", "4", *arguments])
+    return evaluate.main(["--items", "4", *arguments])
 
 
 @pytest.mark.slow
 def test_a_run_that_is_done_computes_nothing_more(tmp_path, monkeypatch, capsys, decoder):
     monkeypatch.setattr(byte_model.checkpoint, "load", lambda folder, dtype: decoder)
-    monkeypatch.setattr(command, "tasks_of", lambda options: [one_task()])
+    monkeypatch.setattr(evaluate, "tasks_of", lambda options: [one_task()])
     path = tmp_path / "results.jsonl"
     assert run("--results", str(path)) == 0
     said = capsys.readouterr().out
     assert "0 results of 4 were there" in said and "bars do not hold" in said
     before = path.read_bytes()
-    monkeypatch.setattr(scoring, "Scorer", None)
+    monkeypatch.setattr(evaluate, "Scorer", None)
     assert run("--results", str(path), "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["found"], found["items"], path.read_bytes()) == (4, 4, before)
     with pytest.raises(SystemExit):
-        command.main(["--items", "4", "--seed", "1", "--results", str(path)])
+        evaluate.main(["--items", "4", "--seed", "1", "--results", str(path)])
     error = capsys.readouterr().err
     assert "seed is 0, expected 1" in error and len(error.splitlines()) == 1
 
@@ -216,8 +220,8 @@ def test_verdicts_can_be_either():
     times = {"cached": 1.0, "uncached": 1.0, "alone": 3.0}
     good = dict(task="a", prefix=16, prefix_computed=0, compared=1, seconds_compared=times, difference=0.0)
     bad = good | dict(prefix_computed=1, seconds_compared=times | {"alone": 1.5}, difference=1.0)
-    assert [bar["holds"] for bar in report.bars_of([good, bad])] == [True] * 3 + [False] * 3
-    assert report.bars_of([good | dict(prefix=0, compared=0)]) == []
+    assert [bar["holds"] for bar in evaluate.bars_of([good, bad])] == [True] * 3 + [False] * 3
+    assert evaluate.bars_of([good | dict(prefix=0, compared=0)]) == []
 
 
 @pytest.mark.slow

@@ -8,8 +8,8 @@ import pytest
 
 import kvcache_jax as kv
 from experiments.fleet import __main__ as fleet
+from experiments.fleet.__main__ import Request, SimulatedReplica
 from experiments.fleet.routing import Knowledge, Summary, rest_of, total
-from experiments.fleet.simulated import Request, SimulatedReplica
 from experiments.serve.simulate import LLAMA, MOST_PROMPT_TOKENS, Machine
 from kvcache_jax.processes import prompt_hashes
 from tests.experiments.trace_maker import LONGEST, TOKENS_PER_ID, lru_hits, make_requests, write

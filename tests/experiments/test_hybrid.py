@@ -6,13 +6,12 @@ import json
 import pytest
 
 from experiments.hybrid import __main__ as hybrid
-from experiments.hybrid import bytes_moved, report, workloads
-from experiments.hybrid.model import random_params
-from experiments.hybrid.workloads import Writer
+from experiments.hybrid import bytes_moved, tables
+from experiments.hybrid.tables import Writer, random_params
 
 
 def test_a_turn_repeats_the_chat_before_it():
-    requests = workloads.chats(Writer(0), 2, 3, system_len=20, lengths=(5, 9))
+    requests = tables.chats(Writer(0), 2, 3, system_len=20, lengths=(5, 9))
     assert len(requests) == 6
     for nth, (prompt, _) in enumerate(requests):
         assert prompt[:20] == requests[0].prompt[:20]
@@ -35,11 +34,11 @@ def test_a_decode_step_reads_a_state_and_writes_one_in_every_block():
 def found():
     writer = Writer(0)
     named = {
-        "few-shot": workloads.few_shot(writer, 4, 70),
-        "chats": workloads.chats(writer, 2, 2, 40, (20, 40)),
-        "two levels": workloads.few_shot(writer, 4, 50),
+        "few-shot": tables.few_shot(writer, 4, 70),
+        "chats": tables.chats(writer, 2, 2, 40, (20, 40)),
+        "two levels": tables.few_shot(writer, 4, 50),
     }
-    work = hybrid.Workloads(named, {17: workloads.repeated_prefix(writer, 17, 3)})
+    work = hybrid.Workloads(named, {17: tables.repeated_prefix(writer, 17, 3)})
     scarce = {name: hybrid.SCARCE[name] for name in (hybrid.DEFAULT, hybrid.SAVED)}  # those that bars name
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hybrid, "SCARCE", scarce)
@@ -47,7 +46,7 @@ def found():
 
 
 @pytest.mark.slow
-def test_the_command_reports_what_it_measured(found, monkeypatch, capsys, tmp_path):
+def test_the_command_reports_what_it_measured(found, monkeypatch, capsys):
     by_policy = {(one["workload"], one["policy"]): one for one in found["policies"]}
     few = {policy: by_policy["few-shot", policy] for policy in hybrid.POLICIES}
     num_tokens = few["none"]["num_tokens"]
@@ -61,12 +60,7 @@ def test_the_command_reports_what_it_measured(found, monkeypatch, capsys, tmp_pa
     assert 3 in found["maps"]["few-shot"][3]["snapshots"]  # the junction, after 64 tokens
     monkeypatch.setattr(hybrid, "measure", lambda *_: found)
     assert hybrid.main(["--json"]) == 0
-    made = json.loads(capsys.readouterr().out)
-    assert hybrid.main([]) == 0
-    assert "predictions are not the uncached ones" in capsys.readouterr().out
-    pytest.importorskip("matplotlib")
-    report.draw(made, tmp_path / "picture.png")
-    assert (tmp_path / "picture.png").stat().st_size > 10_000
+    assert json.loads(capsys.readouterr().out)["num_compared"] == found["num_compared"]
 
 
 @pytest.mark.slow

@@ -71,9 +71,9 @@ def test_a_model_that_does_not_fit_is_one_sentence(refusal, monkeypatch, name, c
         ),
         *(
             (name, ["--data", "/nowhere"], "there is no folder /nowhere")
-            for name in ("evaluate", "learned_prefix", "prefix_prompts", "decode_speed", "serve")
+            for name in ("evaluate", "prefix_prompts", "decode_speed", "serve")
         ),
-        ("learned_prefix", ["--data", "x" * 300], "there is no folder xxx"),
+        ("prefix_prompts", ["--data", "x" * 300], "there is no folder xxx"),
         ("learned_prefix", ["--steps", "0"], "got '0'"),
         ("bookkeeping", ["--seconds", "nan"], "argument --seconds: got 'nan', expected a number above 0"),
         ("bookkeeping", ["--peers-python", "no"], "got --peers-python without --peers, expected both: add"),
@@ -101,9 +101,3 @@ def test_a_model_that_does_not_fit_is_one_sentence(refusal, monkeypatch, name, c
 )
 def test_bad_input_is_one_sentence(refusal, name, arguments, said):
     assert said in refusal(name, *arguments)
-
-
-def test_a_text_that_is_too_short_to_learn_from_is_refused(refusal, tmp_path):
-    (tmp_path / "tinyshakespeare.txt").write_text("short")
-    said = "tinyshakespeare.txt has 5 bytes, expected at least"
-    assert said in refusal("learned_prefix", "--data", ".")

@@ -30,7 +30,7 @@ class Copy:
     def __enter__(self) -> "Copy":
         self._folder = tempfile.TemporaryDirectory(prefix="mutant-")
         self.root = pathlib.Path(self._folder.name).resolve() / "tree"
-        left_out = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "results")
+        left_out = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist")
         shutil.copytree(self._source, self.root, ignore=left_out)
         # Compiled programs are found by content, so mutants may share them with the original and each other.
         programs = ROOT / ".cache" / "jax"

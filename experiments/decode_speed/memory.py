@@ -1,7 +1,4 @@
-"""What paging saves in memory, counted by the library itself on control states without keys and values.
-
-Part of `experiments.decode_speed`.
-"""
+"""What paging saves in memory, counted by the library itself on control states without keys and values."""
 
 import csv
 import functools

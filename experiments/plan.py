@@ -1,7 +1,7 @@
 """Question: how many tokens, rows and hits does a device's memory hold beside a model's weights?
 
 Command: python -m experiments.plan CONFIG.json --memory 80GiB [--trace FILE] [--dtype D] [--format F]
-         [--lengths N ...] [--query-len N] [--block-size N] [--step ROWS] [--json] [--picture FILE]
+         [--lengths N ...] [--query-len N] [--block-size N] [--json]
 Answer:  Llama 3 8B in bfloat16 takes 131,072 bytes a token: beside its 15.0 GiB of weights 80 GiB hold
   532,000 tokens, 130 rows of 4,096. DeepSeek-V3's latents take 70,272. Of Mooncake's conversations such a
   cache of Llama finds 4.6% of the tokens, an endless one 37.4%; the knee is at 35.7%, 2.3 TiB.
@@ -11,9 +11,7 @@ that `kv.init` makes, by layer group: layers with windows and recurrences hold a
 states for a row, so that rows are counted for each length. The weights are as large as the safetensors files
 beside CONFIG or their index say, without what `checkpoint.load` leaves out; else as what it would make. A
 `quantization_config`, which it refuses, is left aside: it changes no cache, and weights are as large as the
-files say, or are reckoned in the dtype of the computation. `--step ROWS` compiles a decode step of so many
-rows for this machine's device, and takes what it needs beside weights and pools off the room, into which else
-it has to fit.
+files say, or are reckoned in the dtype of the computation. Into the room fit the cache and what a step needs.
 
 With `--trace`, requests in the format of `experiments.traces.trace`: the hit rate of an LRU of every size,
 from one pass. The knee is where the curve is farthest above the straight line between its ends (Kneedle:
@@ -22,28 +20,142 @@ Satopää et al., 2011). A cached token counts as what the layers that keep all 
 
 import argparse
 import functools
+import json
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 import kvcache_jax as kv
 from experiments.common import command
-from experiments.common.report import add_options, deliver
-from experiments.plan.report import draw, show
-from experiments.plan.weights import weight_bytes
+from experiments.common.report import add_options, deliver, show_provenance
+from experiments.common.timing import show_records
 from experiments.traces.stack_distances import hit_rates
 from experiments.traces.trace import Trace, add_trace_options, read_trace
+from kvcache_jax.core.config import format_bytes
 from kvcache_jax.core.describe import control_bytes
 from models.config import DecoderConfig
-from models.config_json import read_values
-from models.decoder import Decoder, cache_config, forward, is_on_gpu, stacked, unstacked
-from models.json_object import JsonObject
+from models.config_json import family_of, read_values
+from models.decoder import Decoder, cache_config
+from models.json_object import CheckpointError, JsonObject
+from models.tensor_names import find_stored
+
+_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_HEAD_BYTES = 8  # at the file's beginning: how long the JSON object is that lists the tensors
+
+
+def weight_bytes(values: JsonObject, config: DecoderConfig, dtype: str | None) -> dict[str, Any]:
+    """Counts the bytes of a checkpoint's tensors, but for those that `checkpoint.load` leaves out.
+
+    Args:
+      values: The entries of config.json, beside which are the weights or their index if they are to be asked.
+      config: The model's.
+      dtype: To which the weights will be converted, so that no file says how large they are; else None.
+
+    Returns:
+      `bytes`, and in `source` what said so.
+
+    Raises:
+      CheckpointError: a file or the index is broken.
+    """
+    folder, quantised = values.path.parent, values.part("quantization_config")
+    source = f"config.json, in {config.param_dtype.name}"
+    if quantised.values:
+        source += f" and not in {quantised.get('quant_method', str, 'few bits')}"
+    reckoned = {"bytes": parameter_bytes(config), "source": source}
+    if dtype is not None:
+        return reckoned
+    if (folder / _FILE).is_file():
+        return {"bytes": _stored_bytes([folder / _FILE], values, config), "source": _FILE}
+    if not (folder / _INDEX).is_file():
+        return reckoned
+    index = JsonObject(folder / _INDEX)
+    shard_of = index.get("weight_map", dict, {})
+    shards = {folder / str(shard) for shard in shard_of.values()}
+    if shards and all(shard.is_file() for shard in shards):
+        return {"bytes": _stored_bytes(shards, values, config), "source": _INDEX}
+    total = index.part("metadata").get("total_size", int, None)
+    num_left_out = len(family_of(values).left_out(shard_of, values))
+    if total is None or (num_left_out and not quantised.values):
+        return reckoned  # the index alone says no tensor's size
+    beside = f", with {num_left_out} tensors that are left out" if num_left_out else ""
+    return {"bytes": total, "source": _INDEX + beside}
+
+
+def parameter_bytes(config: DecoderConfig) -> int:
+    """Counts the bytes of the parameters that `checkpoint.load` makes."""
+    decoder = jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(decoder))
+
+
+def _stored_bytes(paths: Iterable[Path], values: JsonObject, config: DecoderConfig) -> int:
+    sizes = {name: size for path in paths for name, size in _tensor_sizes(path).items()}
+    family = family_of(values)
+    left_out = {*family.left_out(sizes, values)}
+    names = family.tensor_names(config)
+    embedding, unembedding = (find_stored(names, name).names[0] for name in ("embedding", "unembedding"))
+    if config.tie_embeddings and embedding in sizes:
+        left_out.add(unembedding)  # some programs write a tied matrix twice
+    return sum(size for name, size in sizes.items() if name not in left_out)
+
+
+def _tensor_sizes(path: Path) -> dict[str, int]:
+    """Reads the bytes of each tensor in the head of its file."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        listed = int.from_bytes(file.read(_HEAD_BYTES), "little")
+        head = file.read(min(listed, size))
+    try:
+        listing = {name: each for name, each in json.loads(head).items() if name != "__metadata__"}
+        spans = {name: each["data_offsets"] for name, each in listing.items()}
+        found = {name: int(end) - int(start) for name, (start, end) in spans.items()}
+    except (ValueError, TypeError, KeyError, AttributeError):
+        found = {}
+    if not found or _HEAD_BYTES + listed + sum(found.values()) != size:
+        raise CheckpointError(f"{path} ({size} bytes) is not a whole safetensors file")
+    return found
+
+
+_GROUPS = {
+    "layers": "{num_layers} x {kind}",
+    "bytes a token": lambda group: f"{group['token_bytes']:,.6g}" if group["keeps_all"] else "–",
+    "a row at most": lambda group: format_bytes(group["row_bytes"]),
+}
+_LENGTHS = {
+    "tokens of a row": "{length:,}",
+    "bytes of a row": lambda record: format_bytes(record["row_bytes"]),
+    "rows that fit": "{num_rows:,}",
+}
+_SPOTS = {
+    "LRU": "{name}",
+    "size": lambda spot: format_bytes(spot["bytes"]),
+    "trace blocks": "{num_blocks:,}",
+    "hits of tokens": lambda spot: f"{spot['hit_rate_tokens']:.4f}",
+    "of blocks": lambda spot: f"{spot['hit_rate_blocks']:.4f}",
+}
+
+
+def show(report: dict[str, Any]) -> None:
+    """Prints a report, the object of `--json`, as tables."""
+    show_provenance(report)
+    weights = report["weights"]
+    print(
+        f"{report['config']} in {report['dtype']}: {format_bytes(report['memory'])} of memory, "
+        f"weights {format_bytes(weights['bytes'])} (from {weights['source']}), "
+        f"room for the cache, and for what a step takes, {format_bytes(report['room'])}"
+    )
+    show_records(f"{report['token_bytes']:,} bytes a token", _GROUPS, report["groups"])
+    show_records("rows", _LENGTHS, report["lengths"])
+    if "trace" in report:
+        trace = report["trace"]
+        spots = [{"name": name, **spot} for name, spot in trace["spots"].items()]
+        show_records(f"hits of {trace['name']}", _SPOTS, spots)
+
 
 LENGTHS = 1024, 4096, 16384, 65536
 _UNITS = {unit: 1024**i for i, unit in enumerate(("", "KiB", "MiB", "GiB", "TiB"))}
@@ -103,22 +215,6 @@ def hits(trace: Trace, token_bytes: int, room: int) -> dict[str, Any]:
     return {"block_bytes": block_bytes, "spots": spots, "hit_rate_tokens": by_token.tolist()}
 
 
-def step_bytes(model: DecoderConfig, config: kv.CacheConfig) -> int:
-    """Counts the bytes that a decode step of all rows takes beside its arguments on this device."""
-    layout = unstacked if is_on_gpu(jnp.zeros(())) else stacked
-    decoder = jax.eval_shape(lambda: layout(Decoder(model, rngs=nnx.Rngs(0))))
-    tokens = jax.ShapeDtypeStruct((config.max_seqs, 1), jnp.int32)
-
-    @functools.partial(jax.jit, donate_argnums=1)
-    def step_fn(decoder: Decoder, cache: kv.Cache, tokens: jax.Array) -> tuple[kv.Cache, jax.Array]:
-        cache, step = kv.extend(cache, jnp.ones(config.max_seqs, jnp.int32), max_new=1)
-        logits, cache = forward(decoder, tokens, cache, step)
-        return cache, logits.argmax(axis=-1)
-
-    program = step_fn.lower(decoder, jax.eval_shape(lambda: kv.init(config)), tokens).compile()
-    return program.memory_analysis().temp_size_in_bytes  # pyright: ignore[reportOptionalMemberAccess]
-
-
 def plan(model: DecoderConfig, weights: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     """Plans a model's memory.
 
@@ -135,19 +231,16 @@ def plan(model: DecoderConfig, weights: dict[str, Any], options: argparse.Namesp
 
     lengths = options.lengths or [n for n in LENGTHS if n < model.max_seq_len] + [model.max_seq_len]
     found = groups(make(1, max(lengths)))
-    step = step_bytes(model, make(options.step, min(lengths))) if options.step else 0
-    room = options.memory - weights["bytes"] - step
+    room = options.memory - weights["bytes"]
     if room <= 0:
         raise command.InputError(
-            f"got --memory of {options.memory:,} bytes, expected more than {options.memory - room:,}, which "
-            "weights and steps take: take a larger device, or several"
+            f"got --memory of {options.memory:,} bytes, expected more than {weights['bytes']:,}, which the "
+            "weights take: take a larger device, or several"
         )
     return {
         "memory": options.memory,
         "weights": weights,
         "dtype": model.dtype.name,
-        "step_rows": options.step,
-        "step_bytes": step,
         "room": room,
         "groups": found,
         "token_bytes": round(sum(group["token_bytes"] for group in found if group["keeps_all"])),
@@ -166,11 +259,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--lengths", type=command.integer(1), nargs="+", metavar="N", help="of rows, in tokens"
     )
-    parser.add_argument("--query-len", type=command.integer(1), default=512, metavar="N", help="default: 512")
-    parser.add_argument("--block-size", type=command.integer(1), default=16, metavar="N", help="default: 16")
-    parser.add_argument("--step", type=command.integer(1), metavar="ROWS", help="also compile a decode step")
+    parser.count("--query-len", 512)
+    parser.count("--block-size", 16)
     add_trace_options(parser, is_required=False)
-    add_options(parser)
+    add_options(parser, draws=False)
     options = parser.parse_args(arguments)
     path = options.config / "config.json" if options.config.is_dir() else options.config
     with parser.refusing(ValueError):
@@ -183,7 +275,7 @@ def main(arguments: list[str] | None = None) -> int:
         if not found["token_bytes"]:
             parser.error(f"got --trace with {path}, of which no layer keeps all tokens: leave --trace out")
         found["trace"] = {"name": options.trace.name, **hits(trace, found["token_bytes"], found["room"])}
-    deliver({"config": str(path)} | found, options, show, draw)
+    deliver({"config": str(path)} | found, options, show)
     return 0
 
 
