@@ -114,6 +114,7 @@ def _trial(consumer: Consumer, name: Any, rng: random.Random) -> tuple[float, fl
     engine, longest = consumer.engine, MAX_LEN - PROMPT_LEN
     idle, late, crowd = (name, "idle"), (name, "late"), [(name, i) for i in range(NUM_DECODING)]
     consumer.wait_until_idle()
+    time.sleep(rng.uniform(*GAP_S))
     begun = consumer.push(idle, longest)
     first_idle = consumer.wait(consumer.first_at, idle) - begun
     engine.cancel(idle)

@@ -1,6 +1,5 @@
 """The processes that run a loop's programs together."""
 
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -8,8 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-
-POLL_S = 0.0005
 
 
 class ProcessLost(RuntimeError):  # noqa: N818
@@ -56,22 +53,11 @@ class Team:
           ValueError: another process has something else.
         """
 
-    def wait(self, array: jax.Array, is_over: Callable[[], bool] = lambda: False) -> bool:
-        """Waits until an array of all processes is there, or until `is_over`; tells whether it is there.
+    def wait(self, array: jax.Array) -> None:
+        """Waits until an array of all processes is there.
 
         Raises:
           ProcessLost: one of them will not compute its part.
-        """
-        while not (is_there := array.is_ready()) and not is_over():  # type: ignore  # the type lacks it
-            self.check()
-            time.sleep(POLL_S)
-        return is_there
-
-    def check(self) -> None:
-        """Looks whether all processes are at work.
-
-        Raises:
-          ProcessLost: one of them is not.
         """
 
     def explained(self, error: Exception) -> Exception:

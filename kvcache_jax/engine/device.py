@@ -273,17 +273,10 @@ class Device:
 
     def arrival(self) -> Arrival:
         """Waits for the oldest reports; an interrupted reader finds them again until they are `dropped`."""
-        arrival = self.arrival_before(lambda: False)
-        assert arrival is not None
-        return arrival
-
-    def arrival_before(self, is_over: Callable[[], bool]) -> Arrival | None:
-        """Waits for the oldest reports, or until `is_over`: None, then they are to be waited for again."""
         reports, launched_at = self._in_flight[0]
         is_late = reports.is_ready()  # type: ignore  # jax.Array's type does not name it
         with self._failing():
-            if not self._team.wait(reports, is_over):
-                return None
+            self._team.wait(reports)
             found = self.read(reports)
         return Arrival(found, max(launched_at, self._arrived_at), time.monotonic(), is_late)
 

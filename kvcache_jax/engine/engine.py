@@ -20,7 +20,6 @@ from kvcache_jax.arrays.number_checks import static_count, static_flag
 from kvcache_jax.core.arguments import hashable_id
 from kvcache_jax.core.attachment import Attachment
 from kvcache_jax.core.config import CacheConfig
-from kvcache_jax.core.team import POLL_S
 from kvcache_jax.decoding.arguments import as_list, check_model, require_functions
 from kvcache_jax.decoding.forward import Forward, prepared
 from kvcache_jax.decoding.options import require_option
@@ -60,6 +59,7 @@ _MOST_ENDED = 64
 """Requests that one dispatch can be told to end."""
 _DISPATCHES_AHEAD = 2
 """Where the caller chooses their length."""
+_POLL_S = 0.001
 
 
 class Engine:
@@ -256,7 +256,10 @@ class Engine:
             return num_taken
 
     def cancel(self, request_id: Hashable) -> bool:
-        """Ends all samples of a request, and tells it at once; False if it has ended, or never was."""
+        """Ends all samples of a request, and tells it at once; False if it has ended, or never was.
+
+        Who is in `drain` meanwhile has that event with the report that it waits for.
+        """
         request_id = hashable_id("id", request_id)
         with uninterrupted(), self._lock:
             found = [(table, sample) for table in self._tables for sample in table.samples_of(request_id)]
@@ -364,16 +367,13 @@ class Engine:
                 ):
                     self._dispatch(length)
             if self._device.num_in_flight:
-                # Who cancels a request meanwhile is told so, and does not wait for the device.
-                num_events, begun_s = len(self._delivery.events), begun_s - time.thread_time()
-                arrival = self._device.arrival_before(lambda: len(self._delivery.events) > num_events)
+                arrival = self._device.arrival()
                 with uninterrupted(), self._lock:
-                    if arrival is not None:
-                        self._take_in(arrival, begun_s + time.thread_time())
+                    self._take_in(arrival, begun_s)
                     if not self.num_unfinished:
                         self._attend()
             elif self.num_unfinished:  # all wait for answers of what is attached
-                time.sleep(POLL_S)
+                time.sleep(_POLL_S)
 
     def take_events(self) -> list[TokenEvent]:
         """Takes the events that no consumer has received yet; after `drain`, for a loop of one's own."""

@@ -24,9 +24,10 @@ from typing import Any, NoReturn
 import jax
 from jax._src import distributed  # the coordination service's store has no public name
 
-from kvcache_jax.core.team import POLL_S, ProcessLost, Team
+from kvcache_jax.core.team import ProcessLost, Team
 
 _LEADER = 0
+_POLL_S = 0.0005
 _WAIT_MS = 500
 _KEPT_ORDERS = 256
 _numbers = itertools.count()
@@ -174,7 +175,7 @@ class DistributedTeam(Team):
             where = "outside of run" if self.is_leader else f"in process {jax.process_index()}"
             raise RuntimeError(f"{order} is called {where}, expected in the leader, within team.run(lead)")
         if self.is_leader:
-            self.check()
+            self._check()
             self._send((member, order, args))
 
     def require_all(self, call: str) -> None:
@@ -203,14 +204,14 @@ class DistributedTeam(Team):
         # All have begun this comparison, and so ended the one before: a trainer makes thousands.
         self._client.key_value_delete(f"{self._key}agree {self._num_agreed - 2}/{me}")
 
-    def wait(self, array: jax.Array, is_over: Callable[[], bool] = lambda: False) -> bool:
-        """Waits until an array of all processes is there, one of them is lost, or `is_over`."""
-        if not super().wait(array, is_over):
-            return False
+    def wait(self, array: jax.Array) -> None:
+        """Waits until an array of all processes is there, or one of them is lost."""
+        while not array.is_ready():  # type: ignore  # jax.Array's type does not name it
+            self._check()
+            time.sleep(_POLL_S)
         errors = [error for shard in array.addressable_shards if (error := _error_of(shard.data))]
         if errors:
             raise min(errors, key=_is_symptom)
-        return True
 
     def explained(self, error: Exception) -> Exception:
         """Waits for a sign that another process is why the device failed, after a sign of its own."""
@@ -221,11 +222,11 @@ class DistributedTeam(Team):
         end = time.monotonic() + self._grace_s
         while time.monotonic() < end:
             try:
-                self.check()
+                self._check()
             except ProcessLost as lost:
                 lost.__cause__ = error
                 return lost
-            time.sleep(POLL_S)
+            time.sleep(_POLL_S)
         return error
 
     def forget_failures(self) -> None:
@@ -267,8 +268,7 @@ class DistributedTeam(Team):
             os._exit(70)
         raise ProcessLost(self._lost)
 
-    def check(self) -> None:
-        """Looks whether a process is silent or has failed."""
+    def _check(self) -> None:
         if self._lost:
             raise ProcessLost(self._lost)
         for process, (text, at) in tuple(self._failed.items()):
