@@ -75,7 +75,7 @@ def _update(array: jax.Array, index: Index, values: ArrayLike, how: str) -> jax.
 
 
 def _are_few(num_entries: int, size: int) -> bool:
-    return 0 < num_entries <= _FEW_ENTRIES and num_entries * size <= _FEW_PAIRS
+    return 0 < num_entries <= _FEW_ENTRIES and 0 < num_entries * size <= _FEW_PAIRS
 
 
 def _update_all(array: jax.Array, index: jax.Array, values: jax.Array, how: str) -> jax.Array:

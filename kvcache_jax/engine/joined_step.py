@@ -11,13 +11,15 @@ from kvcache_jax.core.state import Cache, Step
 from kvcache_jax.engine.inputs import asks_for
 
 
-def can_join(config: CacheConfig, forward: Callable) -> bool:
-    """Tests whether a model can compute prompts and next tokens of a row in one step.
+def can_join(config: CacheConfig, forward: Callable, width: int = 1) -> bool:
+    """Tests whether a model can compute prompts and `width` next tokens of a row in one step.
 
     States differ in their last bits where other tokens are computed beside them, and so would what follows
-    cached ones. A model must say that it reads no cache by itself; see `Forward`.
+    cached ones. Windows must leave prompts as much room as next tokens. A model must say that it reads no
+    cache by itself; see `Forward`.
     """
-    return asks_for(forward, "logits_at") and not config.has_states
+    has_room = config.query_len_limit >= 2 * width or all(group.span.keeps_all for group in config.groups)
+    return asks_for(forward, "logits_at") and not config.has_states and has_room
 
 
 def join(cache: Cache, prompts: Step, following: Step) -> Step:

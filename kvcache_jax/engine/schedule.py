@@ -78,8 +78,8 @@ def finish(state: EngineState) -> EngineState:
         control, is_left = loop
         nth, _ = rank_true(is_left)
         place = jnp.where(is_left, nth, num_at_once)
-        nobody = jnp.full(num_at_once, max_seqs, jnp.int32)
-        rows = set_at(nobody, place, jnp.arange(max_seqs, dtype=jnp.int32))
+        none = jnp.full(num_at_once, max_seqs, jnp.int32)
+        rows = set_at(none, place, jnp.arange(max_seqs, dtype=jnp.int32))
         return free_rows(control, rows, config=config)[0], is_left & (nth >= num_at_once)
 
     loop = state.cache.control, state.is_ended

@@ -266,7 +266,8 @@ def _publish(state: EngineState, num_tokens: jax.Array) -> EngineState:
 
 def take_step(model: Model, params: Any, state: EngineState, options: Options) -> EngineState:
     """Makes one step: every running row computes its next token, or a part of its prompt."""
-    take = _step_in_one_call if can_join(state.cache.config, model.forward) else _step_in_two_calls
+    is_joined = can_join(state.cache.config, model.forward, options.width)
+    take = _step_in_one_call if is_joined else _step_in_two_calls
     return take(model, params, state, options)
 
 

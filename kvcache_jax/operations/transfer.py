@@ -270,12 +270,12 @@ def _publish(
     nowhere, block_size = index.block_tokens.shape
     found = _look_up(control, index, tokens, num_tokens, namespace)
     is_held = (*is_held[:group_id], jnp.ones_like(is_held[group_id]), *is_held[group_id + 1 :])
-    # Blocks are given in order: where there is none for one, there is none for those after it.
+    # Blocks are given in order: where a group has none for one, it has none for those after it.
     is_short = jnp.zeros_like(found.is_good)
     for held, pool in zip(is_held, control.block_pools, strict=True):
         needs = jnp.sum(held & found.is_good[:, None], axis=1, dtype=jnp.int32)
-        is_short |= jnp.cumsum(needs, dtype=jnp.int32) > pool.num_free
-    enters = found.is_good & ~is_short
+        is_short |= (needs > 0) & (jnp.cumsum(needs, dtype=jnp.int32) > pool.num_free)
+    enters = _with_those_before(found.is_good & ~is_short, found.before, jnp.logical_and)
     pools, block_ids = [], []
     found, index = read_first(found, index)
     for pool, held in zip(control.block_pools, is_held, strict=True):
@@ -380,11 +380,14 @@ def _look_up(
     before = first_like(get_at(hashes, (order, column - 1)), num_tokens - block_size)
     before = jnp.where((column > 0) & (parent == nowhere), before, num)
     buckets = prefix_index.bucket_of(index, own)
-    in_bucket, is_new = index.buckets[buckets], is_entry & is_first & ~is_there
+    # A block that is refused for want of another before it takes no place of a bucket.
+    has_parent = (column == 0) | (parent < nowhere) | (before < num)
+    is_new = is_entry & is_first & ~is_there & _with_those_before(has_parent, before, jnp.logical_and)
+    in_bucket = index.buckets[buckets]
     goes_before = (order[:, None] > order[None]) & (buckets[:, None] == buckets[None]) & is_new[None]
     way, has_place = prefix_index.free_way(index, in_bucket, jnp.sum(goes_before, axis=1, dtype=jnp.int32))
     has_place &= prefix_index.candidates(index, in_bucket, own) == nowhere
-    is_good = is_new & has_place & ((column == 0) | (parent < nowhere) | (before < num))
+    is_good = is_new & has_place
     return _Found(
         content=Content(get_at(blocks, (order, column)), own, parent, namespace),
         column=column,

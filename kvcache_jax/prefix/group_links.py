@@ -230,6 +230,8 @@ def unlink(index: PrefixIndex, group_id: int, block_ids: jax.Array) -> PrefixInd
     """Unlinks blocks i32[n] of a group, which differ, from indexed blocks; nowhere is skipped."""
     links = index.group_links[group_id]
     assert links is not None
+    if not links.block_ids.shape[1]:
+        return index
     nowhere = links.indexed_ids.shape[0]
     indexed_ids = get_at(links.indexed_ids, block_ids, links.block_ids.shape[0])
     slots = first_true(get_at(links.block_ids, indexed_ids, nowhere) == block_ids[:, None])

@@ -105,7 +105,8 @@ def find_prefixes(
     nowhere, block_size = index.block_tokens.shape
     most = max(_TOKENS_ON_CPUS // block_size, 1)
     num_at_once = min(by_platform(cpu=most, accelerator=num_columns), num_columns)
-    num_whole = quotient(jnp.maximum(num_tokens - 1, 0), block_size)
+    # No more than there are, for a longer prompt is refused, and the others' hits stay.
+    num_whole = jnp.minimum(quotient(jnp.maximum(num_tokens - 1, 0), block_size), num_columns)
     order = jnp.arange(num_at_once, dtype=jnp.int32)
 
     def find_some(search: _Search) -> _Search:

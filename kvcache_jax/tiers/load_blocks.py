@@ -212,9 +212,12 @@ class _Loading:
         for entry in by_age:
             g = entry.group_id
             if entry.anchor in chosen and g != self._group_id and self._is_place(entry):
-                if room[g] > 0:
+                others = linked[entry.anchor]
+                if any((other.group_id, other.slot) == (g, entry.slot) for other in others):
+                    self._questions.drop("of another slot")  # else it would be read over what has its place
+                elif room[g] > 0:
                     room[g] -= 1
-                    linked[entry.anchor].append(entry)
+                    others.append(entry)
                 else:
                     self._questions.drop("no room")
         planned: dict[str, _Planned] = {}
@@ -272,7 +275,7 @@ class _Loading:
                     found[entry.key] = name
             return found
 
-        are_large = max(map(len, filter(None, values)), default=0) >= _LEAST_BYTES
+        are_large = max((len(value) for value in values if value is not None), default=0) >= _LEAST_BYTES
         return (threads.map if are_large else map)(verify, range(_THREADS))
 
     def _publish(

@@ -245,7 +245,7 @@ def unpack_block(
         tokens = tuple(map(int, text[len(start) : len(text) - len(end)].split(b", ")))
     except ValueError as error:
         raise BadValueError("no header") from error
-    if not 0 <= min(tokens) <= max(tokens) < 2**31:
+    if not -(2**31) <= min(tokens) <= max(tokens) < 2**31:
         raise BadValueError("no header")
     return BlockName(scope, parent, tokens, *place), rest
 

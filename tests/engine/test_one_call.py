@@ -33,6 +33,9 @@ def test_states_and_models_that_do_not_ask_take_two_calls():
 
     assert can_join(config(), forward) and can_join(config(), kv.decoding.PreparedForward(forward, tuple))
     assert can_join(config(num_layers=2), forward) and not can_join(config(), own_attention)
+    tight = config(num_layers=2, max_query_len=5)
+    assert can_join(tight, forward, width=2) and not can_join(tight, forward, width=3)
+    assert can_join(config(max_query_len=5), forward, width=3)
     states = kv.GatedDeltaNet(num_kv_heads=1, head_dim=4, key_dim=4)
     with_states = kv.CacheConfig([kv.FullAttention(1, 8), states], max_seqs=2, max_seq_len=32)
     assert not can_join(with_states, forward)

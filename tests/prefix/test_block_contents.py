@@ -173,6 +173,50 @@ def test_blocks_imported_at_once_are_as_one_after_the_other(num_taken):
     )
 
 
+def texts_of(*texts):
+    """Contents of blocks at the ends of texts, all zeros, that hold nothing of windows."""
+    empty = kv.tiers.export_blocks(kv.init(CONFIG), [NUM_BLOCKS] * len(texts))
+    tokens = np.zeros((len(texts), *empty.tokens.shape[1:]), np.int32)
+    for row, text in enumerate(texts):
+        tokens[row, : len(text)] = text
+    lengths = np.array([len(text) for text in texts], np.int32)
+    return dataclasses.replace(empty, tokens=jnp.asarray(tokens), num_tokens=jnp.asarray(lengths))
+
+
+def test_what_is_refused_takes_nothing_that_others_need():
+    """Blocks without the one before them take no place in the index, one too many none of another pool."""
+    orphans = [[i, 0, i, 1] for i in range(1, 9)]
+    refused = [kv.Status.NO_PARENT] * 8
+    empty = kv.init(dataclasses.replace(CONFIG, num_blocks=2))
+    cache, status = kv.tiers.import_blocks(empty, texts_of(*orphans, [9, 9], [9, 9, 8, 8]))
+    assert statuses(status) == [*refused, OK, OK]
+    assert_invariants(cache)
+    # No block of windows is free: of two beginnings one has such a block.
+    contents, full = texts_of(*orphans, [9, 9], [7, 7]), kv.init(CONFIG).control
+    windows = dataclasses.replace(full.block_pools[1], num_free=jnp.int32(0))
+    full = dataclasses.replace(full, block_pools=(full.block_pools[0], windows))
+    is_held = (contents.is_held[0], contents.is_held[1].at[8, 0].set(True))
+    cache = dataclasses.replace(kv.init(CONFIG), control=full)
+    _, status = kv.tiers.import_blocks(cache, dataclasses.replace(contents, is_held=is_held))
+    assert statuses(status) == [*refused, kv.Status.OUT_OF_BLOCKS, OK]
+
+
+@pytest.mark.parametrize("state", [kv.GatedDeltaNet(1, 4, key_dim=4), kv.Mamba2(1, 4, state_dim=4)])
+def test_few_blocks_beside_states_that_none_is_linked_to(state):
+    config = dataclasses.replace(CONFIG, layers=[kv.FullAttention(1, 4), state], max_query_len=WIDTH)
+    tokens, lengths = prompts(A)
+    cache, _ = kv.allocate(kv.init(config), [0], lengths[:1], tokens=tokens[:1])
+    cache, _ = kv.extend(cache, lengths[:1], max_new=WIDTH, tokens=tokens[:1], seq_ids=[0])
+    cache, _ = kv.commit(cache, [0])
+    ids = np.flatnonzero(cache.control.block_pools[0].cached.is_published)
+    found, status = kv.tiers.import_blocks(kv.init(config), kv.tiers.export_blocks(cache, ids))
+    assert len(ids) == 3 and statuses(status) == [OK] * 3
+    assert_invariants(found)
+    scrubbed, num_blocks = kv.scrub(found, namespace=np.zeros(4, np.uint32))
+    assert int(num_blocks) >= 3 and int(scrubbed.control.block_pools[0].cached.num_cached) == 0
+    assert_invariants(scrubbed)
+
+
 @pytest.mark.slow
 def test_an_imported_block_outlives_none_before_it():
     """Its predecessors, which were cached long before, are evicted after it."""

@@ -87,3 +87,11 @@ def test_hits_are_the_same_however_many_blocks_are_looked_at_at_once(monkeypatch
         assert found == [expected_of(texts, *pair) for pair in zip(prompts, lengths, strict=True)]
         num_found += sum(found)
     assert num_found > 200
+
+
+def test_a_prompt_longer_than_its_tokens_takes_no_hits_of_others(monkeypatch, published):
+    monkeypatch.setattr(prefix_index, "_TOKENS_ON_CPUS", 3 * BLOCK)
+    cache, texts = published
+    both = jnp.asarray([texts[0][:36]] * 2, jnp.int32)
+    found = jax.jit(lambda *arguments: found_in(*arguments))(cache, both, jnp.array([36, 99], jnp.int32))
+    assert found[0] == 32
