@@ -282,7 +282,7 @@ def test_random_turns_are_exact_where_all_is_computed_again(seed):
             if (found := answer_of(ends[0][0])) and ends[0][2] == "length":
                 span = len(prompt), len(prompt) + len(found)
                 talks[name[0]] = [*prompt, *found], [*spans, span][-6:]
-    assert not asked and not engine.num_unfinished
+    assert not asked and finish(engine) == {}, "all were told to their ends"
     cache = engine.state.cache
     left = np.flatnonzero(np.asarray(cache.control.extras["chunks"].length))
     emptied, _ = kv.chunks.free(cache, left) if len(left) else (cache, None)
