@@ -8,8 +8,6 @@ import pytest
 
 import kvcache_jax as kv
 from kvcache_jax.tiers import load_blocks
-from kvcache_jax.tiers.catalogue import Questions, read_entries, write_entries
-from kvcache_jax.tiers.save_blocks import scopes_of
 from kvcache_jax.tiers.stored_block import config_digest, pack, unpack
 from tests.support.helpers import assert_invariants, leaf_bytes
 from tests.support.prefix_user import CONFIG, TENANT_A, TENANT_B, PrefixUser
@@ -469,32 +467,6 @@ def test_arrays_of_every_kind_come_back_bit_for_bit(name):
     assert report.num_loaded == 4 and not report.reasons
     contents = [kv.tiers.export_blocks(c, kv.tiers.eviction_candidates(c, 4)) for c in (cache, loaded)]
     assert leaf_bytes(contents[0]) == leaf_bytes(contents[1])
-
-
-@pytest.mark.parametrize("older", [1, -1])
-def test_of_two_blocks_for_one_place_none_is_read_over_the_other(older):
-    """A forged list names another text's blocks of windows for the places of a text's own, newer or older."""
-    window = kv.SlidingWindow(1, 5, window=6, block_size=2, num_blocks=48)
-    config = dataclasses.replace(CONFIG, layers=[window, kv.FullAttention(1, 5)])
-    user, store = PrefixUser(config), kv.tiers.MemoryStore()
-    texts = [user.new_text(1, 5), user.new_text(2, 5)]
-    for text in texts:
-        user.start(0, text)
-        user.free(0)
-    assert kv.tiers.save(user.cache, store, weights=W).num_saved > 2
-    scope = scopes_of(user.cache, W, ["0" * 32])["0" * 32]
-    entries = read_entries(Questions(store), scope)
-    first, second = (entry.key for entry in entries if entry.group_id == config.indexed_group)
-    forged = [
-        entry._replace(anchor=first, stamp=entry.stamp + 100 * older) if entry.anchor == second else entry
-        for entry in (entry._replace(stamp=entry.stamp + 200) for entry in entries)
-    ]
-    write_entries(Questions(store), scope, forged)
-    user = PrefixUser(config)
-    user.cache, _ = kv.tiers.load(store, user.cache, weights=W)
-    for text in texts:
-        user.start(0, text)  # which compares all that it hits
-        user.free(0)
 
 
 def test_arguments_that_are_refused():

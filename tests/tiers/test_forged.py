@@ -1,0 +1,60 @@
+"""What a store may forge: keys of its own, and lists of them."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+import kvcache_jax as kv
+from kvcache_jax.tiers.catalogue import Questions, read_entries, write_entries
+from kvcache_jax.tiers.save_blocks import scopes_of
+from kvcache_jax.tiers.stored_block import (
+    BadValueError,
+    BlockName,
+    Scope,
+    arrays_text,
+    pack_block,
+    unpack_block,
+)
+from tests.support.prefix_user import CONFIG, PrefixUser
+
+W = kv.tiers.digest(1)
+
+
+@pytest.mark.parametrize("token", [-(2**31) - 1, 2**31])
+def test_a_forged_key_brings_no_token_that_a_cache_cannot_hold(token):
+    """A store may list keys of its own, of blocks that are as they should be but for that."""
+    block = BlockName(Scope("w" * 64, "c" * 64, "0" * 32), "", (1, 2, token, 4), 0)
+    value = pack_block(block, {"k": np.zeros(3)})
+    end = arrays_text([["k", "float64", [3]]])
+    with pytest.raises(BadValueError, match="no header"):
+        unpack_block(value, block.key, block.scope, "", (0, 0), end)
+    good = block._replace(tokens=(1, -(2**31), 2**31 - 1, 4))
+    found, _ = unpack_block(pack_block(good, {"k": np.zeros(3)}), good.key, block.scope, "", (0, 0), end)
+    assert found == good
+
+
+@pytest.mark.parametrize("older", [1, -1])
+def test_of_two_blocks_for_one_place_none_is_read_over_the_other(older):
+    """A forged list names another text's blocks of windows for the places of a text's own, newer or older."""
+    window = kv.SlidingWindow(1, 5, window=6, block_size=2, num_blocks=48)
+    config = dataclasses.replace(CONFIG, layers=[window, kv.FullAttention(1, 5)])
+    user, store = PrefixUser(config), kv.tiers.MemoryStore()
+    texts = [user.new_text(1, 5), user.new_text(2, 5)]
+    for text in texts:
+        user.start(0, text)
+        user.free(0)
+    assert kv.tiers.save(user.cache, store, weights=W).num_saved > 2
+    scope = scopes_of(user.cache, W, ["0" * 32])["0" * 32]
+    entries = read_entries(Questions(store), scope)
+    first, second = (entry.key for entry in entries if entry.group_id == config.indexed_group)
+    forged = [
+        entry._replace(anchor=first, stamp=entry.stamp + 100 * older) if entry.anchor == second else entry
+        for entry in (entry._replace(stamp=entry.stamp + 200) for entry in entries)
+    ]
+    write_entries(Questions(store), scope, forged)
+    user = PrefixUser(config)
+    user.cache, _ = kv.tiers.load(store, user.cache, weights=W)
+    for text in texts:
+        user.start(0, text)  # which compares all that it hits
+        user.free(0)
