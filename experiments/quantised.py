@@ -10,7 +10,7 @@ Record:  experiments/results/quantised.json, docs/quantised.png.
 
 The small model, float32, reads 1,024 bytes each of six held-out files. What a format costs is measured with
 every key and value of every layer stored in it, through the cache: KL divergence to float32 (nats a byte) and
-bits per byte added. Bytes per token are those of `kv.memory_bytes`, scales included, and rows in equal bytes
+bits per byte added. `kv.memory_bytes` counts bytes per token, scales included, and rows in equal bytes
 follow from them.
 
 Keys per channel are not a format of the library: a step for a group of tokens needs these in full precision
@@ -52,7 +52,7 @@ class Storage:
 
     Attributes:
       name: As printed.
-      quantise: From a layer's kind to that of fewer bits; None for none.
+      quantise: From a layer's kind to the kind of fewer bits; None for none.
       dtype: Of the cache.
     """
 
@@ -275,7 +275,7 @@ def measure_quality(decoder: Decoder, windows: np.ndarray) -> dict:
 
 
 def measure_steps(decoder: Decoder, case: Case = CASE, num_rounds: int = NUM_ROUNDS) -> list[dict]:
-    """Times a decode step with each storage, and its time in that of float32, round by round."""
+    """Times a decode step with each storage, as a part of the step in float32, round by round."""
     contexts = make_contexts(decoder, length=case.table_len).cut(case)
     sides = [paged_side(storage.name, **storage.options) for storage in STORAGES]
     timings = [Timing(side, case, decoder, contexts) for side in sides]

@@ -31,6 +31,8 @@ from kvcache_jax.engine.state import (
 )
 from kvcache_jax.engine.step import Model, take_step
 
+_MOST_READ = 16
+"""Numbers of a request's column up to which the whole column is read for a few new ones."""
 _NEWS = EngineCounter.FINISHED, EngineCounter.FIRST_TOKENS
 
 
@@ -152,11 +154,13 @@ def _enter(state: EngineState, inbox: Inbox) -> EngineState:
     slots, old, new = inbox.slots, state.requests, inbox.requests
     is_new = slots < old.num_slots
     service = _lifted(state)
-    # One scatter for all columns: each slot reads its entry, or stays.
+    # One scatter for all narrow columns: each slot reads its entry, or stays. Wide ones are not read whole.
     order = jnp.arange(slots.size, dtype=jnp.int32)
     entry = set_at(jnp.full(old.num_slots, slots.size, jnp.int32), slots, order)
 
     def entered(x: jax.Array, values: jax.Array) -> jax.Array:
+        if x.size > _MOST_READ * old.num_slots:
+            return set_at(x, slots, values)
         is_it = lax.broadcast_in_dim(entry < slots.size, x.shape, (0,))
         return jnp.where(is_it, get_at(values, entry).astype(x.dtype), x)
 

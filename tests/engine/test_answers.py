@@ -36,7 +36,7 @@ def forward(params, tokens, cache, step):
 
 
 def make_engine(share=SHARE, num_blocks=60, after=(MARK,), **options: Any):
-    """An engine that keeps three answers; those of the same options share a program."""
+    """An engine that keeps three answers; engines of the same options share a program."""
     reuse = kv.chunks.Reuse(rotate=ROTATE, share=share)
     answers = kv.chunks.AnswerParts(reuse=reuse, max_parts=6, after=after, least_len=LEAST)
     store = kv.chunks.Store(3, MOST)
