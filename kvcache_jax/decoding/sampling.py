@@ -158,12 +158,13 @@ def sample(logits: jax.Array, params: SamplingColumns, position: jax.Array) -> t
       Array([1, 2], dtype=int32)
     """
     checked = _checked_logits(logits, params)
-    keys = row_keys(params, position)
-    token = lax.cond(
-        jnp.all(params.temperature < _FLOAT32.tiny),
-        lambda: _first_argmax(checked),
-        lambda: jax.vmap(jax.random.categorical)(keys, filtered_logprobs(checked, params)).astype(jnp.int32),
-    )
+
+    def draw() -> jax.Array:
+        keys = row_keys(params, position)
+        return jax.vmap(jax.random.categorical)(keys, filtered_logprobs(checked, params)).astype(jnp.int32)
+
+    is_greedy = jnp.all(params.temperature < _FLOAT32.tiny)
+    token = lax.cond(is_greedy, lambda: _first_argmax(checked), draw)
     logits = jnp.asarray(logits).astype(jnp.float32)
     chosen = jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0]
     return token, chosen - jax.nn.logsumexp(logits, axis=1)
