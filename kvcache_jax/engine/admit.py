@@ -276,6 +276,7 @@ def _preempt(
         num_preemptions=add_at(state.num_preemptions, slots, 1),
         row_request=jnp.where(is_victim, state.requests.num_slots, state.row_request),
         may_admit=state.may_admit | is_victim.any(),
+        parts=None if state.parts is None else state.parts.where(~is_victim),
     )
     return count(state, preemptions=is_victim, stalls=is_stalled), is_stalled
 

@@ -1,6 +1,6 @@
 """One step of the engine whose logits do not depend on the other rows of the batch, to the last bit.
 
-    finish -> admit -> reserve for prompts                        under a guard, a loop of 0 or 1 trips
+    admit -> reserve for prompts                                  under a guard, a loop of 0 or 1 trips
     a part of the prompts -> model                                as often as there are parts
     fork -> preempt -> reserve -> next tokens -> model            the last trip of the same loop
     draw -> write down -> publish

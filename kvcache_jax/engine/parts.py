@@ -97,7 +97,6 @@ def keep_computed(state: EngineState, options: Options) -> EngineState:
     """Keeps the part that a row has computed alone, and frees the row: its request waits again."""
     if state.parts is None:
         return state
-    state = dataclasses.replace(state, parts=state.parts.where(state.is_running))
     is_done = state.is_alone & (state.num_to_compute == 0)
 
     def keep(state: EngineState) -> EngineState:

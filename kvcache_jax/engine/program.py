@@ -29,7 +29,7 @@ from kvcache_jax.engine.state import (
     count,
     note_in_outbox,
 )
-from kvcache_jax.engine.step import Model, take_step
+from kvcache_jax.engine.step import STEPS, Model, take_step
 
 _MOST_READ = 16
 """Numbers of a request's column up to which the whole column is read for a few new ones."""
@@ -98,8 +98,17 @@ def run_dispatch(
         take = take_invariant_step if options.batch_invariant else take_step
         return take(model, params, state, options), num_steps + 1
 
-    state, _ = lax.while_loop(goes_on, step, (state, jnp.zeros_like(length[0])))
-    state = finish(state)
+    def has_ended(loop: tuple[EngineState, jax.Array]) -> jax.Array:
+        return loop[0].is_ended.any()
+
+    def steps(loop: tuple[EngineState, jax.Array]) -> tuple[EngineState, jax.Array]:
+        """Frees the rows that ended, and makes steps until others end: the program has one place for it."""
+        loop = finish(loop[0]), loop[1]
+        with jax.named_scope(STEPS):
+            return lax.while_loop(lambda loop: goes_on(loop) & ~has_ended(loop), step, loop)
+
+    loop = state, jnp.zeros_like(length[0])
+    state, _ = lax.while_loop(lambda loop: goes_on(loop) | has_ended(loop), steps, loop)
     return state, _report(state)
 
 
@@ -130,7 +139,7 @@ def _take_in(model: Model, params: Any, state: EngineState, inbox: Inbox) -> Eng
 
 
 def _end(state: EngineState, inbox: Inbox) -> EngineState:
-    """Ends requests that the host cancels; their rows are freed by the next step, or with the dispatch."""
+    """Ends requests that the host cancels; their rows are freed before the next step."""
     requests = state.requests
     phase = get_at(state.phase, inbox.ended, Phase.EMPTY)
     is_it = (get_at(requests.uid, inbox.ended, -1) == inbox.ended_uid) & (inbox.ended_uid >= 0)

@@ -1,4 +1,4 @@
-"""The schedule of a step, a pure function of the state: rows freed, requests admitted, tokens computed.
+"""The schedule of steps, a pure function of the state: rows freed, requests admitted, tokens computed.
 
 A step computes at most `max_seqs * width + num_pieces * piece_len` tokens, its budget. The rows' next tokens
 come first: every running row computes one in every step, whatever it has left to do. The rest of the budget
@@ -58,15 +58,15 @@ class PromptPieces(NamedTuple):
 def is_unusual(state: EngineState) -> jax.Array:
     """Tests whether a step needs more than a free block for each row's next token, bool[].
 
-    More is: rows that ended, requests that may be admitted, prompts of more than a token, blocks that must be
-    evicted or copied, rows that must be preempted, and prompts that are put together.
+    More is: requests that may be admitted, prompts of more than a token, blocks that must be evicted or
+    copied, rows that must be preempted, and prompts that are put together.
     """
     cache = state.cache
     wanted = (state.num_to_compute > 0).astype(jnp.int32)
     is_rare = lacks(cache, wanted) | state.is_put_together.any()
     is_time = state.may_admit | (state.step % _STEPS_BETWEEN_ADMISSIONS == 0) | ~state.is_running.any()
     admits = is_time & ~cache.is_active.all() & waits(state).any()
-    return state.is_ended.any() | admits | (state.num_to_compute > 1).any() | is_rare
+    return admits | (state.num_to_compute > 1).any() | is_rare
 
 
 def finish(state: EngineState) -> EngineState:
@@ -91,12 +91,13 @@ def finish(state: EngineState) -> EngineState:
         control,
         is_ended=jnp.zeros_like(state.is_ended),
         may_admit=state.may_admit | state.is_ended.any(),
+        parts=None if state.parts is None else state.parts.where(state.is_running),
     )
 
 
 def schedule(state: EngineState, options: Options, num_next: int = 0) -> tuple[EngineState, PromptPieces]:
-    """Frees rows that ended, admits, and shares the budget among prompts; see `plan_prompts`."""
-    state = keep_computed(finish(state), options)
+    """Admits requests, and shares the budget among prompts; see `plan_prompts`."""
+    state = keep_computed(state, options)
     has_place = ~state.cache.is_active.all() & waits(state).any()
     state = put_parts(run_if_due(has_place, lambda state: admit(state, options), state), options)
     plan = plan_prompts(state, options, num_next)

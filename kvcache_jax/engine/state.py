@@ -6,8 +6,8 @@ Invariants, between two steps:
 * A running row holds fewer tokens in the cache than its request has: `context_len < length`. The last token
   that is known is never in the cache; computing it gives the logits of the next one. A row that computes a
   part of a prompt alone holds no more than that, and is freed when it has it; see `PartRows`.
-* A row that is active without a running request has ended (`is_ended`), and is freed before its place is
-  needed, at the latest at the end of the dispatch.
+* A row that is active without a running request has ended (`is_ended`), and is freed before the next step or
+  the end of the dispatch.
 * A request that waits holds no row and no block.
 """
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvcache_jax.arrays.masked_updates import add_at, first_true, get_at, run_if, set_at
+from kvcache_jax.arrays.masked_updates import add_at, first_true, get_at, read_first, run_if, set_at
 from kvcache_jax.attention.attention_plan import each_alone, plan_attention
 from kvcache_jax.core.backends import run_if_due
 from kvcache_jax.core.state import Cache, Step
@@ -37,8 +37,8 @@ A parameter `inputs` is handed each row's, `params` the model's.
 """
 
 
-NEXT_TOKENS, WITH_PROMPTS = "kvcache.next_tokens", "kvcache.with_prompts"
-"""Names of the loops, of one trip or none, around steps without and with prompts, in compiled programs."""
+STEPS, NEXT_TOKENS, WITH_PROMPTS = "kvcache.steps", "kvcache.next_tokens", "kvcache.with_prompts"
+"""Names of the loop of steps, and of those, of one trip or none, around a step without and with prompts."""
 
 
 class Prompts(NamedTuple):
@@ -205,6 +205,8 @@ def reserve_next(
     cache, config = state.cache, state.cache.config
     wanted = (state.num_to_compute > 0) & ~is_stalled
     tokens, num_new = next_tokens(state, wanted, options)
+    (tokens, num_new), table = read_first((tokens, num_new), state.requests.tokens)
+    state = dataclasses.replace(state, requests=dataclasses.replace(state.requests, tokens=table))
     free = num_free(cache.control)
     if options.num_drafts:
         # Drafts never cost a row its next token, nor another row a block in reach.

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from kvcache_jax.engine.step import NEXT_TOKENS
+from kvcache_jax.engine.step import NEXT_TOKENS, STEPS
 from tests.aot.hlo_program import HloProgram, Instruction, parse_hlo
 from tests.aot.traffic import traffic_of
 
@@ -86,7 +86,7 @@ def compiled_counts(hlo: str, is_loop: bool = False, is_ordinary: bool = False) 
       hlo: What `jax.stages.Compiled.as_text()` returns.
       is_loop: Whether what counts is one trip of the program's outer loops of unknown trips.
       is_ordinary: Whether the loops of unknown trips within it make none, as in an ordinary step, but for the
-        engine's loop around the next tokens.
+        engine's loops of steps and around the next tokens.
 
     Raises:
       ValueError: The text names no entry.
@@ -96,12 +96,13 @@ def compiled_counts(hlo: str, is_loop: bool = False, is_ordinary: bool = False) 
 
 
 def step_counts(hlo: str, taken: str = NEXT_TOKENS) -> LoopCounts:
-    """Counts one trip of the program's outer loop of unknown trips that moves most bytes.
+    """Counts one trip of the program's outer loop of unknown trips, or of steps, that moves most bytes.
 
     Loops of unknown trips within it make none, as in an ordinary step, but for loops of the scope `taken`.
     """
     program = parse_hlo(hlo)
     loops = [each for each in program.computations[program.entry].values() if each.opcode == "while"]
+    loops += [each for part in program.computations.values() for each in part.values() if _is_of(STEPS, each)]
     bodies = [each.called("body")[0] for each in loops if each.num_trips is None]
     counts = [_counts_of(program, body, taken=taken) for body in bodies]
     return max(counts, key=lambda count: count.read_bytes)
@@ -126,7 +127,7 @@ def _counts_of(
             body = count(instruction.called("body")[0])
             if instruction.num_trips is not None:
                 return body.trips(instruction.num_trips)
-            is_opened |= taken is not None and f'{taken}/while"' in instruction.attributes
+            is_opened |= taken is not None and (_is_of(taken, instruction) or _is_of(STEPS, instruction))
             return body.unknown_trips(is_opened, is_passed=taken is not None and not is_opened)
         if opcode == "conditional":
             names = instruction.called("branch_computations", "true_computation", "false_computation")
@@ -137,6 +138,10 @@ def _counts_of(
         return LoopCounts(launches=1, read_bytes=traffic.read, written_bytes=traffic.written)
 
     return count(computation, is_loop)
+
+
+def _is_of(scope: str, instruction: Instruction) -> bool:
+    return instruction.opcode == "while" and f'{scope}/while"' in instruction.attributes
 
 
 def _largest(branches: list[LoopCounts]) -> LoopCounts:
@@ -162,7 +167,8 @@ def lowered_counts(module: Any, is_ordinary: bool = False, is_loop: bool = True)
             if num_trips is None:
                 counts = of_regions(operation.regions, is_inner=True)
                 is_passed = is_ordinary and (is_inner or not is_loop)
-                is_passed &= f'{NEXT_TOKENS}/while"' not in str(operation.location)
+                location = str(operation.location)
+                is_passed &= not any(f'{scope}/while"' in location for scope in (STEPS, NEXT_TOKENS))
                 return counts.unknown_trips(is_passed=is_passed)
             return of_regions(operation.regions, is_inner).trips(num_trips)
         if operation.name in ("stablehlo.case", "stablehlo.if"):
