@@ -23,6 +23,7 @@ from kvcache_jax.core.team import ProcessLost, marks_of
 from kvcache_jax.engine.events import Reader
 from kvcache_jax.engine.exchange import Exchange
 from kvcache_jax.engine.failure import EngineFailed
+from kvcache_jax.engine.live_length import LiveLength
 from kvcache_jax.engine.options import Options
 from kvcache_jax.engine.pace import Length
 from kvcache_jax.engine.program import Inbox
@@ -38,6 +39,7 @@ class _Flight(NamedTuple):
 
     reports: jax.Array
     launched_at: float
+    length: LiveLength
 
 
 class Arrival(NamedTuple):
@@ -61,6 +63,7 @@ class Device:
     Attributes:
       params: Of the model, where the program wants them.
       read: The `Reader`.
+      hears: Whether a dispatch under way can be shortened.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class Device:
         self._sizes, self._outbox_shape = sizes, outbox_shape
         self.params = shards.place_params(params)
         self.read = Reader()
+        self.hears = LiveLength([1, 1, 0], shards.home).is_live
         self._team = shards.team
         self._member = self._team.join(self._obey)
         self._told = list[Inbox]()
@@ -176,14 +180,20 @@ class Device:
         news = [None if inbox is last else inbox for inbox, last in zip(inboxes, old, strict=True)]
         self._tell("launch", news, length, now)
         self._told, self._seen = list(inboxes), None
+        live = LiveLength([*length, now], self._shards.home)
         try:
             self._state, reports = self._shards.run(
-                self._model, self._options, self.params, state, inboxes, np.array([*length, now], np.int32)
+                self._model, self._options, self.params, state, inboxes, live.argument
             )
         except Exception as error:
             self._check(state, error)
             raise
-        self._in_flight.append(_Flight(reports, launched_at))
+        self._in_flight.append(_Flight(reports, launched_at, live))
+
+    def shorten(self) -> None:
+        """Ends the dispatches under way as soon as their lengths allow, where the device hears of it."""
+        for flight in self._in_flight:
+            flight.length.shorten()
 
     def require_leader(self, call: str) -> None:
         """Refuses a call that is the leader's."""
@@ -273,7 +283,7 @@ class Device:
 
     def arrival(self) -> Arrival:
         """Waits for the oldest reports; an interrupted reader finds them again until they are `dropped`."""
-        reports, launched_at = self._in_flight[0]
+        reports, launched_at, _ = self._in_flight[0]
         is_late = reports.is_ready()  # type: ignore  # jax.Array's type does not name it
         with self._failing():
             self._team.wait(reports)

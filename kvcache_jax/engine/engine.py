@@ -167,16 +167,16 @@ class Engine:
         params, self._forward = prepared(forward, params), forward
         self._attached = Attachments(config, placement is not None)
         shards = Shards(placement, config, params)
+        self._num_rows = shards.num_shards * config.max_seqs
         self._tables = [
             RequestTable(self._sizes, entering, _MOST_ENDED, config, shards.num_shards)
             for _ in range(shards.num_shards)
         ]
-        width = outbox_width(self._options.num_top_logprobs)
         num_entries = outbox_len(self._options, config.max_seqs, self._steps, entering.num_slots, _MOST_ENDED)
-        self._delivery = Delivery(self._tables, config, self._sizes.num_slots, width)
-        self._pace = Pace(self._steps)
-        model, outbox = Model(forward, **hooks), (num_entries, width)
-        self._device = Device(shards, model, self._options, params, self._sizes, outbox)
+        outbox = num_entries, outbox_width(self._options.num_top_logprobs)
+        self._delivery = Delivery(self._tables, config, self._sizes.num_slots, outbox[1])
+        self._device = Device(shards, Model(forward, **hooks), self._options, params, self._sizes, outbox)
+        self._pace = Pace(self._steps, self._device.shorten if self._device.hears else None)
         self._device.begin(self._delivery.counters())
         self._set_weights(namespace)
         # `_lock` guards all host state. `_consumer` admits one reader at a time: reports stay in order.
@@ -240,7 +240,7 @@ class Engine:
         with uninterrupted(), self._lock:
             wanted = as_list("requests", requests, "GenerationRequests")
             ids = checked_ids(wanted, self._tables, self._sizes, self.config.max_seq_len)
-            now, num_taken = self.clock(), 0
+            now, num_taken, may_begin = self.clock(), 0, self.num_unfinished < self._num_rows
             for request in wanted:
                 request_id = request.id
                 if request_id is None:
@@ -252,13 +252,13 @@ class Engine:
                     break
                 self._next_id += request.id is None
                 num_taken += 1
-                self._pace.note_news(time.monotonic())
+                self._pace.note_news(time.monotonic(), is_awaited=may_begin)
             return num_taken
 
     def cancel(self, request_id: Hashable) -> bool:
         """Ends all samples of a request, and tells it at once; False if it has ended, or never was.
 
-        Who is in `drain` meanwhile has that event with the report that it waits for.
+        Who is in `drain` meanwhile has that event with the report that it waits for, which ends soon on CPUs.
         """
         request_id = hashable_id("id", request_id)
         with uninterrupted(), self._lock:
@@ -356,8 +356,8 @@ class Engine:
             _ = self._device.state
             if self.num_unfinished or self._has_new_weights:
                 self._compile()
-            begun_s, num_rows = time.thread_time(), len(self._tables) * self.config.max_seqs
-            pace = self._pace.choose(time.monotonic(), self.num_unfinished < num_rows)
+            begun_s = time.thread_time()
+            pace = self._pace.choose(time.monotonic(), self.num_unfinished < self._num_rows)
             length, num_ahead = (Length(max_steps, max_steps), _DISPATCHES_AHEAD) if max_steps else pace
             with uninterrupted(), self._lock:
                 self._end_late()
@@ -479,7 +479,7 @@ class Engine:
     def _end(self, table: RequestTable, sample: Sample, reason: Finish) -> None:
         table.end(sample, reason)
         self._delivery.end(sample, reason, self.clock())
-        self._pace.note_news(time.monotonic())
+        self._pace.note_news(time.monotonic(), is_awaited=True)
 
     def _end_late(self) -> None:
         for table in self._tables:

@@ -2,15 +2,20 @@
 
 Who comes, and what was drawn, waits for what is under way, so dispatches are short. But each costs the host
 some time, to pack, launch, read and deliver it, in which a device without another dispatch does nothing.
+Where the host can end them as soon as somebody waits, they are long; see `LiveLength`.
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 from kvcache_jax.core.extras import ticks_of
 
 _SHARE, _MOST_SHARE = 0.02, 0.03
-"""The host's share of the time by which a dispatch is so long, and up to which news may end it earlier."""
+"""The host's share of the time by which a dispatch is so long, and up to which news may end dispatches.
+
+The second is of what dispatches of the most steps would not take.
+"""
 _LATELY_S = 1.0
 _KEPT = 0.8
 """Weight of what was measured before, beside one dispatch more."""
@@ -28,12 +33,13 @@ class Pace:
 
     Args:
       most_steps: Of any dispatch.
+      shorten: `() -> None`, ends those under way after their least steps; None where none can be shortened.
     """
 
-    def __init__(self, most_steps: int):
-        self._most_steps = most_steps
+    def __init__(self, most_steps: int, shorten: Callable[[], None] | None = None):
+        self._most_steps, self._shorten = most_steps, shorten
         self._step_s = self._host_s = 0.0  # of a step on the device, of a dispatch on the host
-        self._late_s = self._late_host_s = 0.0  # in the last second or so
+        self._late_s = self._late_more_s = 0.0  # in the last second or so; of it, what short dispatches took
         self._noted_at = self._news_at = -math.inf
         self._began_at: float | None = None
 
@@ -50,7 +56,9 @@ class Pace:
         share = num_ahead if has_free_row else 1
         most = math.ceil(self._host_s / (_SHARE * self._step_s * share))
         most = min(max(most, 1), self._most_steps)
-        is_cheap = self._late_host_s < _MOST_SHARE * share * self._late_s
+        is_cheap = self._late_more_s < _MOST_SHARE * share * self._late_s
+        if is_cheap and self._shorten:
+            most = self._most_steps  # nobody waits for its end
         return Length(1 if is_cheap else most, most), num_ahead
 
     def ticks(self, now: float) -> int:
@@ -58,16 +66,22 @@ class Pace:
         self._began_at = now if self._began_at is None else self._began_at
         return ticks_of(now - self._began_at)
 
-    def note_news(self, now: float) -> None:
-        """Hears that a request came, got its first token, or ended."""
+    def note_news(self, now: float, is_awaited: bool = False) -> None:
+        """Hears that a request came, got its first token, or ended.
+
+        If it `is_awaited`, somebody waits for the end of what is under way.
+        """
         self._news_at = now
+        if is_awaited and self._shorten:
+            self._shorten()
 
     def note(self, now: float, host_s: float, num_steps: int, device_s: float | None) -> None:
         """Takes in one dispatch: seconds of the host, and of the device if they are known."""
         elapsed = min(now - self._noted_at, _LATELY_S)
         kept = math.exp(-elapsed / _LATELY_S)
         self._late_s = kept * self._late_s + elapsed
-        self._late_host_s = kept * self._late_host_s + host_s
+        more = 1 - min(num_steps / self._most_steps, 1)
+        self._late_more_s = kept * self._late_more_s + more * host_s
         self._noted_at = now
         self._host_s = _mean(self._host_s, host_s)
         if num_steps and device_s is not None:

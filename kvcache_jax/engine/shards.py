@@ -41,6 +41,7 @@ class Shards:
 
     Attributes:
       team: The processes that have the devices.
+      home: Where all arrays are without a mesh; None on one.
       exchange: Programs for what is attached; None without a mesh, where the cache is at hand.
     """
 
@@ -52,6 +53,7 @@ class Shards:
             check_heads_divide(config.groups, config.head_axis, mesh.shape[config.head_axis])
         if mesh is not None and config.context_axis is not None:
             check_tokens_divide(config.groups, config.context_axis, mesh.shape[config.context_axis])
+        self.home: Sharding | None = None
         self._mesh, self._row_axis, self._config = mesh, placement.row_axis if placement else None, config
         spec = placement.params_spec if placement else None
         self._params_spec = PartitionSpec() if spec is None else spec
@@ -61,7 +63,7 @@ class Shards:
         self._placed: Any = None
         self._apart: tuple[Any, list, _Structure] | None = None
         if mesh is None:
-            self._home = _home_of(params)
+            self._home = self.home = _home_of(params)
             self._program = _program_at(self._home, config)
             self._params_at = jax.tree.map(lambda x: x.sharding if _is_committed(x) else self._home, params)
         else:
@@ -142,7 +144,7 @@ class Shards:
         params: Any,
         state: EngineState,
         inboxes: Sequence[Inbox],
-        length: np.ndarray,
+        length: np.ndarray | jax.Array,
     ) -> tuple[EngineState, jax.Array]:
         """Runs a dispatch on all shards; the reports are i32[shards, any]."""
         news = self._joined(inboxes)

@@ -179,7 +179,7 @@ STEPS = (
     _OWN(SINGLE, limits=Limits(launches=257)),
     _GENERATE(STACK),
     _GENERATE(SINGLE, limits=Limits(launches=300)),
-    _ENGINE(STACK, limits=Limits(launches=503, waits=4, num_driven=6, traffic=2.7)),
+    _ENGINE(STACK, limits=Limits(launches=503, waits=4, num_driven=7, traffic=2.7)),
     _ENGINE(SINGLE, limits=Limits(launches=309, waits=4)),
     _PROMPTS(SINGLE, limits=Limits(launches=504, waits=10, traffic=1.75)),
 )

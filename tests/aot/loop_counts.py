@@ -7,7 +7,7 @@ and after the last; a `conditional` does so once. A loop of known trips only lau
 import dataclasses
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvcache_jax.engine.step import NEXT_TOKENS, STEPS
@@ -92,7 +92,7 @@ def compiled_counts(hlo: str, is_loop: bool = False, is_ordinary: bool = False) 
       ValueError: The text names no entry.
     """
     program = parse_hlo(hlo)
-    return _counts_of(program, program.entry, is_loop, NEXT_TOKENS if is_ordinary else None)
+    return _counts_of(program, program.entry, is_loop, (STEPS, NEXT_TOKENS) if is_ordinary else ())
 
 
 def step_counts(hlo: str, taken: str = NEXT_TOKENS) -> LoopCounts:
@@ -104,14 +104,14 @@ def step_counts(hlo: str, taken: str = NEXT_TOKENS) -> LoopCounts:
     loops = [each for each in program.computations[program.entry].values() if each.opcode == "while"]
     loops += [each for part in program.computations.values() for each in part.values() if _is_of(STEPS, each)]
     bodies = [each.called("body")[0] for each in loops if each.num_trips is None]
-    counts = [_counts_of(program, body, taken=taken) for body in bodies]
+    counts = [_counts_of(program, body, taken=(taken,)) for body in bodies]
     return max(counts, key=lambda count: count.read_bytes)
 
 
 def _counts_of(
-    program: HloProgram, computation: str, is_loop: bool = False, taken: str | None = None
+    program: HloProgram, computation: str, is_loop: bool = False, taken: Sequence[str] = ()
 ) -> LoopCounts:
-    """Counts in a computation; of loops of unknown trips none is made if a scope is `taken`, but its own."""
+    """Counts in a computation; of loops of unknown trips none is made if scopes are `taken`, but theirs."""
 
     def count(name: str, is_opened: bool = False) -> LoopCounts:
         instructions = program.computations[name]
@@ -127,8 +127,8 @@ def _counts_of(
             body = count(instruction.called("body")[0])
             if instruction.num_trips is not None:
                 return body.trips(instruction.num_trips)
-            is_opened |= taken is not None and (_is_of(taken, instruction) or _is_of(STEPS, instruction))
-            return body.unknown_trips(is_opened, is_passed=taken is not None and not is_opened)
+            is_opened |= any(_is_of(scope, instruction) for scope in taken)
+            return body.unknown_trips(is_opened, is_passed=bool(taken) and not is_opened)
         if opcode == "conditional":
             names = instruction.called("branch_computations", "true_computation", "false_computation")
             return _largest([count(name) for name in names]) + LoopCounts(conditionals=1)

@@ -105,8 +105,8 @@ def linked(store, timeout=60.0, **options):
 class RandomPace(Pace):
     """Dispatches of any lengths, ended early by any news, one or two of them under way."""
 
-    def __init__(self, most_steps, rng):
-        super().__init__(most_steps)
+    def __init__(self, most_steps, rng, shorten=None):
+        super().__init__(most_steps, shorten)
         self.most_steps, self.rng = most_steps, rng
 
     def choose(self, now, has_free_row):

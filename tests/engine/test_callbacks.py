@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 import kvcache_jax as kv
+from kvcache_jax.engine import device
+from kvcache_jax.engine.pace import Length, Pace
 from tests.engine.exact_engine import SIZES, ask, expect
 from tests.engine.exact_model import (
     check_idle,
@@ -29,9 +31,12 @@ class Callback:
     def __init__(self):
         self.num_left: int | None = None
         self.shapes = []
+        self.calls = []  # of the host, for the next calls of the model: a function or None each
 
     def __call__(self, tokens):
         self.shapes.append(tokens.shape)
+        if self.calls and (call := self.calls.pop(0)):
+            call()
         if self.num_left is not None:
             self.num_left -= 1
             if self.num_left < 0:
@@ -41,6 +46,13 @@ class Callback:
 
 
 callback = Callback()
+
+
+class LongPace(Pace):
+    """Dispatches that news end after a step."""
+
+    def choose(self, now, has_free_row):
+        return Length(1, 8), 1
 
 
 def model(params, tokens, cache, step, logits_at=None):
@@ -69,6 +81,39 @@ def test_a_step_calls_the_model_once(engine, seed):
     for request in requests:
         for i in range(request.num_samples):
             assert said[request.id, i][0] == decode_alone(request, num_layers=2, sample_id=i)[0]
+
+
+def test_a_dispatch_ends_with_the_step_in_which_it_is_shortened(engine, monkeypatch):
+    """But not one whose length the caller chose; tokens are the same."""
+    lengths, said = [], {}
+    requests = [ask([i, 1], 30, i) for i in range(2)]
+
+    class Kept(device.LiveLength):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            lengths.append(self)
+
+    monkeypatch.setattr(device, "LiveLength", Kept)
+    engine._pace = LongPace(8)
+
+    def steps_of(calls, max_steps=None):
+        before, callback.calls = engine.figures().counts[COUNT.STEPS], calls
+        engine.drain(max_steps)
+        note(said, engine.take_events())
+        assert not callback.calls
+        return engine.figures().counts[COUNT.STEPS] - before
+
+    def shorten():
+        lengths[-1].shorten()
+
+    assert engine.push(requests) == 2 and engine._device.hears
+    assert steps_of([None]) == 1  # first tokens
+    assert steps_of([None, None, shorten]) == 3
+    assert steps_of([shorten]) == 1
+    assert steps_of([None] * 8) == 8
+    assert steps_of([shorten, None, None, None], max_steps=4) == 4
+    note(said, engine)
+    expect(said, requests, num_layers=2)
 
 
 def test_an_error_of_a_callback_names_itself_and_ends_no_request(engine):

@@ -47,7 +47,7 @@ def check_mixes(engine, seeds, num_requests=9):
     for seed in seeds:
         rng = np.random.default_rng(seed)
         requests = [random_request(rng, i) for i in range(num_requests)]
-        engine._pace = RandomPace(engine._steps, rng)
+        engine._pace = RandomPace(engine._steps, rng, engine._device.shorten)
         said = collect(engine, requests, lambda rng=rng: engine.reset() if rng.random() < 0.04 else None)
         assert len(said) == sum(request.num_samples for request in requests)
         samples = [(request, i) for request in requests for i in range(request.num_samples)]

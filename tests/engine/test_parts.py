@@ -227,7 +227,7 @@ def test_random_mixes_say_what_each_says_alone(seed):
     """Preempted, cancelled, with samples, and through resets and releases; with passages and without."""
     rng = np.random.default_rng(seed)
     engine = make_engine()
-    engine._pace = RandomPace(8, rng)
+    engine._pace = RandomPace(8, rng, engine._device.shorten)
     requests = list(random_requests(rng, 30))
 
     def disturb():
