@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.decode_rows import DecodeOptions, DecodeRows
+from pallas_kernels.eight_bits import Scaling, meant
 
 
 def paged_decode(
@@ -19,6 +20,7 @@ def paged_decode(
     *,
     layer: jax.Array | int = 0,
     sink_logits: jax.Array | None = None,
+    scaling: Scaling | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of queries over the blocks of one layer, of few per row as a decode has them, or of many.
 
@@ -31,6 +33,7 @@ def paged_decode(
       options: Static.
       layer: i32[].
       sink_logits: f32[h, g], a logit per head that takes weight and adds nothing; or None.
+      scaling: Beside pools of 8 bits.
 
     Returns:
       out f32[r, t, h, g, d] and the log of the sum of exponentials (sink included) f32[r, t, h, g]; 0 and
@@ -44,10 +47,12 @@ def paged_decode(
     is_read = nth < rows.num_columns[:, None]
     block = block_table.at[rows.table_row[:, None], column].get(mode="clip")
     block = jnp.where(is_read, layer * options.num_blocks + block, 0)
+    of_keys, of_values = ((), ()) if scaling is None else (scaling.of_keys(), scaling.of_values())
 
-    def keys_of(pool: jax.Array) -> jax.Array:
+    def keys_of(pool: jax.Array, beside: tuple[jax.Array, ...]) -> jax.Array:
         """f32[r, h, n, d] of the columns that the row reads, else 0."""
-        blocks = jnp.where(is_read[:, :, None, None, None], pool[block], 0).astype(jnp.float32)
+        blocks = pool[block] if scaling is None else meant(pool[block], *(array[block] for array in beside))
+        blocks = jnp.where(is_read[:, :, None, None, None], blocks, 0).astype(jnp.float32)
         return blocks.swapaxes(1, 2).reshape(num_rows, pool.shape[1], -1, pool.shape[3])
 
     key_pos = (column[:, :, None] * block_size + jnp.arange(block_size)[None, None]).reshape(num_rows, 1, -1)
@@ -57,7 +62,7 @@ def paged_decode(
         is_seen &= (key_pos > query_pos - options.window) | (key_pos < options.num_sink_tokens)
     is_seen &= (jnp.arange(num_queries)[None] < rows.num_queries[:, None])[:, :, None]  # [r, t, n]
 
-    logits = jnp.einsum("rthgd,rhnd->rthgn", q.astype(jnp.float32), keys_of(k_pool)) * options.scale
+    logits = jnp.einsum("rthgd,rhnd->rthgn", q.astype(jnp.float32), keys_of(k_pool, of_keys)) * options.scale
     if options.soft_cap is not None:
         logits = options.soft_cap * jnp.tanh(logits / options.soft_cap)
     is_seen = is_seen[:, :, None, None]
@@ -69,7 +74,7 @@ def paged_decode(
     lse = jax.nn.logsumexp(logits, axis=-1)
     weights = jnp.where(is_seen, jnp.exp(logits[..., : is_seen.shape[-1]] - lse[..., None]), 0)
     # A key that no query sees may hold anything, also NaN.
-    v = jnp.where(is_seen.any(axis=(1, 2, 3))[:, None, :, None], keys_of(v_pool), 0)
+    v = jnp.where(is_seen.any(axis=(1, 2, 3))[:, None, :, None], keys_of(v_pool, of_values), 0)
     return jnp.einsum("rthgn,rhnd->rthgd", weights, v), lse
 
 

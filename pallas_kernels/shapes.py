@@ -2,13 +2,14 @@
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.decode_rows import DecodeOptions, DecodeRows
+from pallas_kernels.eight_bits import NUMBERS, WIDENED, Scaling
 
 
 class DecodeProblem(NamedTuple):
@@ -22,13 +23,21 @@ class DecodeProblem(NamedTuple):
     options: DecodeOptions
     layer: int
     sink_logits: jax.Array | None
+    scaling: Scaling | None = None
+
+    @property
+    def more(self) -> dict[str, Any]:
+        """The arguments that are given by name."""
+        scaling = {} if self.scaling is None else {"scaling": self.scaling}
+        return {"layer": self.layer, "sink_logits": self.sink_logits, **scaling}
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodeShape:
     """A decode of rows that hold `lens` tokens, the `num_queries` last of which ask.
 
-    A row of length 0 is idle. With a window, blocks that no query reaches are not in the table.
+    A row of length 0 is idle. With a window, blocks that no query reaches are not in the table. The dtype is
+    the pools'; "int8" with scales and offsets, "uint8" with scales.
     """
 
     name: str
@@ -93,7 +102,8 @@ class DecodeShape:
         one, and all others are NaN.
         """
         rng = np.random.default_rng(seed)
-        dtype = jnp.dtype(self.dtype)
+        is_scaled = self.dtype in NUMBERS
+        dtype = jnp.dtype(WIDENED if is_scaled else self.dtype)
         rows = self.rows()
         table_row, first_column, num_columns, *_ = map(np.asarray, rows)
         table_shape = (len(self.lens) + 1, self.num_columns + (len(self.lens) > 1))
@@ -115,16 +125,34 @@ class DecodeShape:
         if self.has_sink_logits:
             sink_logits = jnp.asarray(rng.standard_normal(q_shape[2:4]).astype(np.float32))
         k_pool, v_pool = (pool.reshape(-1, *pool_shape[2:]) for pool in (k_pool, v_pool))
+        scaling = None
+        if is_scaled:
+            (k_pool, *of_keys), (v_pool, *of_values) = (self._stored(rng, x) for x in (k_pool, v_pool))
+            pairs = zip(of_keys, of_values, strict=True)
+            scaling = Scaling(*(jnp.asarray(array) for pair in pairs for array in pair))
         return DecodeProblem(
             q=jnp.asarray(rng.standard_normal(q_shape).astype(dtype)),
-            k_pool=jnp.asarray(k_pool.astype(dtype)),
-            v_pool=jnp.asarray(v_pool.astype(dtype)),
+            k_pool=jnp.asarray(k_pool if is_scaled else k_pool.astype(dtype)),
+            v_pool=jnp.asarray(v_pool if is_scaled else v_pool.astype(dtype)),
             block_table=jnp.asarray(table),
             rows=rows,
             options=self.options,
             layer=self.num_layers - 1,
             sink_logits=sink_logits,
+            scaling=scaling,
         )
+
+    def _stored(self, rng: np.random.Generator, values: np.ndarray) -> list[np.ndarray]:
+        """Rounds values to 8 bits with random scales, and offsets; of a NaN all is NaN that can be."""
+        scale = rng.uniform(1 / 60, 1 / 20, values.shape[:3]).astype(np.float32)
+        scale[np.isnan(values[..., 0])] = np.nan
+        if self.dtype == "uint8":
+            return [np.asarray(values / scale[..., None], jnp.float8_e4m3fn).view(np.uint8), scale]
+        offset = scale * rng.integers(-30, 30, scale.shape)
+        numbers = np.round((values - offset[..., None]) / scale[..., None])
+        numbers = np.where(np.isnan(numbers), rng.integers(-128, 128, numbers.shape), numbers)
+        bits = (scale.view(np.uint32) >> 15).astype(np.uint16)
+        return [np.clip(numbers, -128, 127).astype(np.int8), bits, offset.astype(np.float32)]
 
 
 DECODE_SHAPES = (
@@ -156,6 +184,28 @@ DECODE_SHAPES = (
 )
 """Small enough to interpret, one or two hard things each, and all of them together."""
 
+
+EIGHT_BIT_SHAPES = (
+    DecodeShape("int8", (63, 5, 0), dtype="int8"),
+    DecodeShape("fp8", (70, 17), dtype="uint8"),
+    DecodeShape("int8_long", (530, 64), num_kv_heads=1, block_size=64, dtype="int8"),
+    DecodeShape("fp8_block_128", (200, 128), num_kv_heads=1, block_size=128, dtype="uint8"),
+    DecodeShape("int8_block_8_head_128", (101,), group_size=1, block_size=8, head_dim=128, dtype="int8"),
+    DecodeShape("fp8_head_128_block_24", (100,), num_kv_heads=1, block_size=24, head_dim=128, dtype="uint8"),
+    DecodeShape(
+        "int8_all",
+        (201, 64, 0, 7),
+        num_queries=3,
+        block_size=32,
+        window=70,
+        num_sink_tokens=20,
+        soft_cap=3.0,
+        has_sink_logits=True,
+        dtype="int8",
+    ),
+    DecodeShape("fp8_drafts_7x16", (90,), num_queries=7, group_size=16, num_kv_heads=1, dtype="uint8"),
+)
+"""Likewise, of 8 bits."""
 
 PREFILL_SHAPES = (
     DecodeShape("plain", (200, 70), num_kv_heads=1, group_size=2, num_queries=80),

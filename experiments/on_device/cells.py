@@ -24,6 +24,7 @@ class Cell(NamedTuple):
     Attributes:
       context: Of the longest row.
       unequal: The name of the rows' lengths in UNEQUAL; "" if all have `context`.
+      dtype: Of the pools, "int8" with scales and offsets, "uint8" (fp8) with scales.
     """
 
     batch: int
@@ -33,13 +34,15 @@ class Cell(NamedTuple):
     num_kv_heads: int = 8
     head_dim: int = 128
     unequal: str = ""
+    dtype: str = "bfloat16"
 
     @property
     def name(self) -> str:
         context = f"{self.context // 1024}k" if self.context % 1024 == 0 else str(self.context)
         rows = self.unequal or f"{self.batch} x {context}"
         head = "" if self.head_dim == 128 else f", head {self.head_dim}"
-        return f"{rows}, group {self.group_size}, block {self.block_size}{head}"
+        dtype = {"bfloat16": "", "int8": ", int8", "uint8": ", fp8"}[self.dtype]
+        return f"{rows}, group {self.group_size}, block {self.block_size}{head}{dtype}"
 
     @property
     def lens(self) -> tuple[int, ...]:
@@ -48,8 +51,9 @@ class Cell(NamedTuple):
 
     @property
     def kv_bytes(self) -> int:
-        """Of the keys and values that one launch must read, each once; bfloat16."""
-        return 2 * sum(self.lens) * self.num_kv_heads * self.head_dim * 2
+        """Of the keys and values that one launch must read, each once, and of what lies beside them."""
+        key_bytes = {"bfloat16": 2 * self.head_dim, "int8": self.head_dim + 6, "uint8": self.head_dim + 4}
+        return 2 * sum(self.lens) * self.num_kv_heads * key_bytes[self.dtype]
 
     @property
     def num_columns(self) -> int:
@@ -73,7 +77,7 @@ def all_cells() -> list[Cell]:
         for nth_group, group_size in enumerate(GROUP_SIZES)
         for nth_shape, shape in enumerate(SHAPES)
     ]
-    ranked += [(nth, cell) for nth, cell in enumerate(PLANNED)]
+    ranked += [(nth, cell) for nth, cell in enumerate((*PLANNED, *EIGHT_BITS))]
     ranked.sort(key=lambda entry: (entry[1].kv_bytes < LARGE_BYTES, entry[0]))
     return [cell for _, cell in ranked]
 
@@ -100,10 +104,14 @@ PLANNED = (
     Cell(8, 2048, 4, 16),
 )
 """Those that show whether a plan fills the GPU; see `tests/kernels/test_decode_plan.py`."""
+EIGHT_BITS = tuple(
+    Cell(32, 8192, 4, block_size, dtype=dtype) for dtype in ("int8", "uint8") for block_size in (16, 64)
+)
 QUICK = (
     Cell(32, 8192, 4, 16),
     *PLANNED[:2],
     Cell(50, 8192, 4, 16),
+    *EIGHT_BITS,
     Cell(8, 8192, 4, 16),
     Cell(128, 1024, 4, 16),
     Cell(1, 32768, 8, 64),
@@ -114,5 +122,6 @@ TINY = (
     Cell(2, 96, 4, 16, num_kv_heads=2),
     Cell(1, 128, 1, 64, num_kv_heads=1),
     Cell(2, 96, 4, 16, num_kv_heads=1, unequal="16 and 96"),
+    Cell(1, 96, 4, 16, num_kv_heads=1, dtype="int8"),
 )
 """For the interpreter."""

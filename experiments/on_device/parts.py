@@ -49,7 +49,7 @@ from experiments.on_device.torch_sides import FLASHINFER_DIR, free_memory, synch
 from kvcache_jax.core.backends import MOSAIC_GPU, XLA
 from pallas_kernels import reference
 from pallas_kernels.gpus import gpu_of, served
-from pallas_kernels.shapes import DECODE_SHAPES, PREFILL_SHAPES, DecodeShape
+from pallas_kernels.shapes import DECODE_SHAPES, EIGHT_BIT_SHAPES, PREFILL_SHAPES, DecodeShape
 from pallas_kernels.versions import untested_jax
 
 DECODE_TOLERANCE = {"bfloat16": 2e-2, "float16": 2e-3}
@@ -64,7 +64,11 @@ def kernels(interpret: bool, _: list[str]) -> Makers:
     """Checks all named shapes of attention, the merge and the movements; what is not to be read is NaN."""
     attends = {
         f"{kernel}: {shape.name}": functools.partial(_attend, kernel, shape, interpret)
-        for kernel, shapes in (("decode", DECODE_SHAPES), ("prefill", PREFILL_SHAPES))
+        for kernel, shapes in (
+            ("decode", DECODE_SHAPES),
+            ("decode", EIGHT_BIT_SHAPES),
+            ("prefill", PREFILL_SHAPES),
+        )
         for shape in (shapes[:1] if interpret else shapes)
     }
     moves = _moves((3,) if interpret else (1, 128), interpret)
@@ -185,11 +189,10 @@ def _attend(kernel: str, shape: DecodeShape, interpret: bool) -> tuple[Contest, 
     arrays = problem._replace(options=None)
 
     def call(function: Callable, arrays: Any, **options: Any) -> Any:
-        more = {"layer": arrays.layer, "sink_logits": arrays.sink_logits}
-        return function(*arrays[:5], problem.options, **more, **options)
+        return function(*arrays[:5], problem.options, **arrays.more, **options)
 
     expected = jax.jit(functools.partial(call, reference.paged_decode))(arrays)
-    name, tolerance = f"{kernel}: {shape.name}", DECODE_TOLERANCE[shape.dtype]
+    name, tolerance = f"{kernel}: {shape.name}", DECODE_TOLERANCE[problem.q.dtype.name]
     return _checked(name, f"paged_{kernel}", call, arrays, expected, tolerance, interpret)
 
 

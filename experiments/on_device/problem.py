@@ -12,6 +12,7 @@ from jax import lax
 from experiments.on_device.cells import NUM_UNOWNED, Cell
 from pallas_kernels import reference
 from pallas_kernels.decode_rows import DecodeOptions, DecodeRows
+from pallas_kernels.eight_bits import Scaling
 
 TOLERANCE = 2e-2
 """Norm of the error over the norm of the result; the weights, and most sides' results, are bfloat16."""
@@ -26,10 +27,12 @@ class Problem(NamedTuple):
       cell: Its sizes.
       num_buffers: Pools behind each other, like layers.
       q: bf16[b, h, g, d].
-      k_pool: bf16[num_buffers * num_blocks, h, block_size, d]; what nobody owns is NaN.
+      k_pool: `[num_buffers * num_blocks, h, block_size, d]` of the cell's dtype; what nobody owns is NaN, of
+        8 bits the scales are.
       v_pool: Like `k_pool`.
       block_table: i32[b, columns], the same in all buffers; permuted. Columns after a row's last block name
         one without an owner.
+      scaling: Beside pools of 8 bits.
     """
 
     cell: Cell
@@ -38,6 +41,14 @@ class Problem(NamedTuple):
     k_pool: jax.Array
     v_pool: jax.Array
     block_table: jax.Array
+    scaling: Scaling | None = None
+
+    @property
+    def pools(self) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+        """What is stored of keys, and of values."""
+        if self.scaling is None:
+            return (self.k_pool,), (self.v_pool,)
+        return (self.k_pool, *self.scaling.of_keys()), (self.v_pool, *self.scaling.of_values())
 
     @property
     def options(self) -> DecodeOptions:
@@ -83,14 +94,36 @@ def make_problem(cell: Cell, num_buffers: int | None = None, seed: int = 0) -> P
     q_key, k_key, v_key = jax.random.split(jax.random.key(seed), 3)
     shape = (num_buffers * cell.num_blocks, cell.num_kv_heads, cell.block_size, cell.head_dim)
     q_shape = (cell.batch, cell.num_kv_heads, cell.group_size, cell.head_dim)
+
+    def stored(key: jax.Array) -> tuple[jax.Array, ...]:
+        numbers = random_pool(key, shape)
+        return (_poisoned(numbers, unowned),) if is_plain else _stored(key, numbers, unowned, cell.dtype)
+
+    is_plain = cell.dtype == "bfloat16"
+    (k_pool, *of_keys), (v_pool, *of_values) = stored(k_key), stored(v_key)
+    beside = [array for pair in zip(of_keys, of_values, strict=True) for array in pair]
     return Problem(
         cell=cell,
         num_buffers=num_buffers,
         q=jax.random.normal(q_key, q_shape, jnp.bfloat16),
-        k_pool=_poisoned(random_pool(k_key, shape), unowned),
-        v_pool=_poisoned(random_pool(v_key, shape), unowned),
+        k_pool=k_pool,
+        v_pool=v_pool,
         block_table=jnp.asarray(table),
+        scaling=None if is_plain else Scaling(*beside),
     )
+
+
+@functools.partial(jax.jit, donate_argnums=1, static_argnums=3)
+def _stored(key: jax.Array, values: jax.Array, unowned: jax.Array, dtype: str) -> tuple[jax.Array, ...]:
+    """Numbers of 8 bits with random scales, and for int8 offsets."""
+    scale_key, offset_key = jax.random.split(key)
+    scale = jax.random.uniform(scale_key, values.shape[:3], jnp.float32, 1 / 60, 1 / 20)
+    scale = scale.at[unowned].set(jnp.nan)
+    if dtype == "uint8":
+        return lax.bitcast_convert_type((40 * values).astype(jnp.float8_e4m3fn), jnp.uint8), scale
+    numbers = jnp.clip(jnp.round(40 * values), -128, 127).astype(jnp.int8)
+    bits = (lax.bitcast_convert_type(scale, jnp.uint32) >> 15).astype(jnp.uint16)
+    return numbers, bits, 0.3 * jax.random.normal(offset_key, scale.shape, jnp.float32)
 
 
 def make_table(cell: Cell, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -129,13 +162,13 @@ def expected_output(problem: Problem, buffer: int) -> np.ndarray:
 
 @functools.partial(jax.jit, static_argnums=2)
 def _expected_rows(arrays: tuple, rows: DecodeRows, options: DecodeOptions, buffer: jax.Array) -> jax.Array:
-    q, k_pool, v_pool, table = arrays
+    q, k_pool, v_pool, table, scaling = arrays
 
     def one(row):
         row_q, of_row = row
         of_row = jax.tree.map(lambda x: x[None], of_row)
         out, _ = reference.paged_decode(
-            row_q[None, None], k_pool, v_pool, table, of_row, options, layer=buffer
+            row_q[None, None], k_pool, v_pool, table, of_row, options, layer=buffer, scaling=scaling
         )
         return out[0, 0]
 

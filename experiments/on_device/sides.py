@@ -16,14 +16,16 @@ from jax import lax
 from experiments.on_device import contests
 from experiments.on_device.contests import GATHER_CUDNN, GATHER_XLA, OURS, WITH_PLAN, Program, Side
 from experiments.on_device.problem import Problem
+from pallas_kernels.eight_bits import meant
 
 
 def jax_sides(problem: Problem, interpret: bool = False) -> list[Side]:
     """Ours first; `interpret` runs it on the CPU."""
+    by_cudnn = Side(GATHER_CUDNN, functools.partial(_gathered, problem, "cudnn"))
     return [
         Side(OURS, functools.partial(_ours, problem, True, interpret), is_ours=True),
         Side(WITH_PLAN, functools.partial(_ours, problem, False, interpret), is_ours=True),
-        Side(GATHER_CUDNN, functools.partial(_gathered, problem, "cudnn")),
+        *([by_cudnn] if problem.scaling is None else []),
         Side(GATHER_XLA, functools.partial(_gathered, problem, "xla")),
     ]
 
@@ -35,24 +37,33 @@ def _ours(problem: Problem, is_planned: bool, interpret: bool, num_launches: int
     q_shape = (cell.batch, 1, cell.num_kv_heads, cell.group_size, cell.head_dim)
 
     def plan_of(rows):
-        return mosaic_gpu.plan_for(rows, q_shape, cell.num_columns, cell.block_size, interpret=interpret)
+        options = dict(dtype=problem.k_pool.dtype, interpret=interpret)
+        return mosaic_gpu.plan_for(rows, q_shape, cell.num_columns, cell.block_size, **options)
 
     plan = jax.jit(plan_of)(problem.rows) if is_planned else None
 
     def call(inputs, pools, buffer, zero):
-        (q, table, rows, plan), (k_pool, v_pool) = inputs, pools
+        (q, table, rows, plan), (k_pool, v_pool, scaling) = inputs, pools
         if plan is None:
             plan = plan_of(rows._replace(num_columns=rows.num_columns + zero))
         q = (q + zero.astype(q.dtype)).reshape(q_shape)
         out, _ = mosaic_gpu.paged_decode(
-            q, k_pool, v_pool, table, rows, options, layer=buffer, plan=plan, interpret=interpret
+            q,
+            k_pool,
+            v_pool,
+            table,
+            rows,
+            options,
+            layer=buffer,
+            plan=plan,
+            scaling=scaling,
+            interpret=interpret,
         )
         return out.reshape(problem.q.shape)
 
     inputs = problem.q, problem.block_table, problem.rows, plan
-    return looped(
-        call, inputs, (problem.k_pool, problem.v_pool), problem.num_buffers, num_launches, interpret
-    )
+    pools = problem.k_pool, problem.v_pool, problem.scaling
+    return looped(call, inputs, pools, problem.num_buffers, num_launches, interpret)
 
 
 def _gathered(problem: Problem, implementation: Any, num_launches: int) -> Program:
@@ -63,8 +74,11 @@ def _gathered(problem: Problem, implementation: Any, num_launches: int) -> Progr
         q, table = inputs
         table = table + (buffer * cell.num_blocks + zero)
 
-        def keys_of(pool):
-            blocks = pool.at[table].get(mode="promise_in_bounds")  # [b, columns, h, block_size, d]
+        def keys_of(arrays):
+            blocks, *beside = (array.at[table].get(mode="promise_in_bounds") for array in arrays)
+            if beside:
+                blocks = meant(blocks, *beside).astype(q.dtype)
+            # [b, columns, h, block_size, d]
             return blocks.swapaxes(2, 3).reshape(cell.batch, cell.context, cell.num_kv_heads, cell.head_dim)
 
         q = q.reshape(cell.batch, 1, -1, cell.head_dim)
@@ -74,7 +88,7 @@ def _gathered(problem: Problem, implementation: Any, num_launches: int) -> Progr
             )
         return out.reshape(problem.q.shape)
 
-    inputs, pools = (problem.q, problem.block_table), (problem.k_pool, problem.v_pool)
+    inputs, pools = (problem.q, problem.block_table), problem.pools
     return looped(call, inputs, pools, problem.num_buffers, num_launches)
 
 

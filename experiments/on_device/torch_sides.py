@@ -37,6 +37,8 @@ _WORKSPACE_BYTES = 256 << 20
 
 def torch_sides(problem: "Problem") -> list[Side]:
     """Those that cannot be imported raise when they are prepared."""
+    if problem.scaling is not None:  # none has scales of each token
+        return []
     return [
         Side(FA2, functools.partial(_flashinfer, problem, "fa2", False)),
         Side(FA2_TENSOR_CORES, functools.partial(_flashinfer, problem, "fa2", True)),

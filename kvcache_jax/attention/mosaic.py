@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from kvcache_jax.attention.attention_plan import plan_rows
+from kvcache_jax.blocks.storage import copy_by_xla
 from kvcache_jax.core.backends import MOSAIC_GPU, MOSAIC_TPU, Backend, TargetDevice
 from kvcache_jax.core.state import AttentionPlan, KVPool
 from kvcache_jax.layers.layer_group import LayerGroup
@@ -63,10 +64,14 @@ def _supports(
             "its kernels attend to a row's tokens up to the query's, and all queries of "
             f"{kind.label} layers see the same tokens"
         )
-    if not reason and not kind.is_plain:
+    if not reason and not kind.is_plain and not (name == MOSAIC_GPU and kind.has_scaled_numbers):
         reason = (
             f"its kernels read keys and values as they are stored, and {kind.label} layers store "
             "something else"
+        )
+    if not reason and kind.has_scaled_numbers and kind.dtype != jnp.bfloat16:
+        reason = (
+            f"its kernels multiply numbers of 8 bits in bfloat16, and {kind.label} layers do in {kind.dtype}"
         )
     return reason or _kernels(name).why_not(pool.k, group_size)
 
@@ -117,11 +122,20 @@ def _attend(
     if _has_own_prefill(name, pool, q.shape[1]) and not kernels.why_not_prefill(pool.k, q.dtype):
         return kernels.paged_prefill(q, pool.k, pool.v, block_table, _rows(plan), options, **own)
     if name == MOSAIC_GPU:
-        own.update(out_dtype=q.dtype, plan=kernels.DecodePlan(*plan.work) if plan.work else None)
+        work = kernels.DecodePlan(*plan.work) if plan.work else None
+        own.update(out_dtype=q.dtype, plan=work, scaling=_scaling(pool, group))
     rows = _decode_rows(plan, group, q.shape[1])
     results = kernels.paged_decode(_cut(q), pool.k, pool.v, block_table, rows, options, **own)
     out, lse = (x.reshape(q.shape[0], -1, *x.shape[2:])[:, : q.shape[1]] for x in results)
     return out, lse
+
+
+def _scaling(pool: KVPool, group: LayerGroup) -> Any:
+    from pallas_kernels.eight_bits import Scaling
+
+    if not group.kind.has_scaled_numbers:
+        return None
+    return Scaling(*(pool.arrays.get(name) for name in Scaling._fields))
 
 
 def _has_own_prefill(name: str, pool: KVPool, num_queries: int) -> bool:
@@ -141,12 +155,15 @@ def _plan(
     _, num_heads, block_size, head_dim = pool.k.shape
     q_shape = (rows.table_row.shape[0], min(num_queries, _max_queries()), num_heads, 1, head_dim)
     plan_for = _kernels(MOSAIC_GPU).plan_for
-    return tuple(plan_for(rows, q_shape, num_columns, block_size, interpret=is_interpreted.value))
+    options: dict[str, Any] = dict(dtype=pool.k.dtype, interpret=is_interpreted.value)
+    return tuple(plan_for(rows, q_shape, num_columns, block_size, **options))
 
 
 def _copy_blocks(
     name: str, pool: KVPool, src: jax.Array, dst: jax.Array, num_copies: jax.Array, group: LayerGroup
 ) -> KVPool:
+    if not group.kind.is_plain:  # the kernels copy keys and values alone
+        return copy_by_xla(pool, src, dst, num_copies, group)
     copy, num_blocks = _kernels(name).copy_blocks, pool.num_rows // group.num_layers
     interpret = is_interpreted.value
     k, v = copy(pool.k, pool.v, src, dst, num_copies, num_blocks=num_blocks, interpret=interpret)

@@ -253,6 +253,14 @@ def _copy(
         heads, axis = KVPool(arrays=group.head_positions), _axis_to_map(group, pool, head_axis)
         return over_heads(local, axis, (heads, None, None, None), heads)(pool, src, dst, num_copies)
 
+    return copy_by_xla(pool, src, dst, num_copies, group)
+
+
+def copy_by_xla(
+    pool: KVPool, src: jax.Array, dst: jax.Array, num_copies: jax.Array, group: LayerGroup
+) -> KVPool:
+    """Copies blocks of all layers, as a backend's `copy_blocks` does; of any kind."""
+
     def copy_some(i, pool):
         rows, new_rows = (_copied_rows(group, pool, ids, num_copies, i) for ids in (src, dst))
         return jax.tree.map(lambda x: x.at[new_rows].set(get_at(x, rows), mode="drop"), pool)

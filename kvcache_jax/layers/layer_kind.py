@@ -80,6 +80,10 @@ class LayerKind:
 
     is_differentiable = True
     """Whether a gradient passes through `encode` and `keys_values`; else it is refused by the kind's name."""
+    has_scaled_numbers = False
+    """Whether "k" and "v" hold numbers in a byte each, int8 or the bits of float8_e4m3fn, which stand for
+    `scale * number + offset`, with arrays "k_scale", "v_scale" and maybe "k_offset", "v_offset" as
+    `pallas_kernels.eight_bits.Scaling` has them: the GPU's kernels read these."""
     is_causal = True
     """Whether a query sees no token behind its own; else all queries see the row's first `length` tokens."""
 

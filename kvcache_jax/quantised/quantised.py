@@ -89,6 +89,11 @@ class Quantised(LayerKind):
         """The kind's label and the format."""
         return f"Quantised({self.kind.label}, {self.format}{', rotated' if self.rotate else ''})"
 
+    @property
+    def has_scaled_numbers(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether every number has a byte."""
+        return self._parts()[""][0] == self.head_dim
+
     def arrays(self, block_size: int, dtype: Any) -> Mapping[str, BlockArray]:
         """Returns the parts of keys and values: "k", "k_scale", ..., "v", "v_scale", ..."""
         arrays = {}
@@ -121,8 +126,8 @@ class Quantised(LayerKind):
         return self._rotated(q)
 
     def outputs(self, out: jax.Array) -> jax.Array:
-        """Rotates sums of rotated values back."""
-        return self._rotated(out)
+        """Rotates sums of rotated values back, in float32, whatever a backend gives."""
+        return self._rotated(out.astype(jnp.float32))
 
     def _parts(self) -> Mapping[str, tuple[int | None, Any]]:
         return FORMATS[self.format].parts(self.head_dim)

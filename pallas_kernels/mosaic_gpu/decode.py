@@ -5,10 +5,13 @@ are tokens (then head_dim), and its columns are lanes, the queries of one key/va
 columns, not 64 padded rows. Two rings of shared memory, for K and for V, are filled by asynchronous copies
 (TMA), one per piece of a block; the program that uses a slot also refills it.
 
-The softmax is online and to the base 2, with `scale * log2(e)` folded into one factor.
+The softmax is online and to the base 2, with `scale * log2(e)` folded into one factor. Keys and values of 8
+bits are multiplied as they are stored, in bfloat16: of `scale * number + offset`, scales and offsets of keys
+go into logits, and into weights and results those of values.
 """
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -25,6 +28,7 @@ from pallas_kernels.decode_rows import (
     check_rows,
     check_size,
 )
+from pallas_kernels.eight_bits import NUMBERS, WIDENED, Scaling, check_scaling
 from pallas_kernels.mosaic_gpu.decode_budget import num_stages, programs_per_sm
 from pallas_kernels.mosaic_gpu.decode_mask import KeyMask
 from pallas_kernels.mosaic_gpu.decode_plan import (
@@ -52,8 +56,11 @@ from pallas_kernels.mosaic_gpu.limits import DECODED, num_sms, target, why_not_b
 from pallas_kernels.mosaic_gpu.logits import LOG2_E, MASKED, scaled
 from pallas_kernels.mosaic_gpu.merge import merge_items
 from pallas_kernels.mosaic_gpu.products import Multiply, multiply_on
+from pallas_kernels.mosaic_gpu.rings import Ring, ring_smem
 from pallas_kernels.mosaic_gpu.tiles import tiled
 
+WIDENED_HEAD_DIMS = (64, 128)
+"""Of pools of 8 bits: wider heads spill registers."""
 _INTERPRETED_PROGRAMS = 8
 
 
@@ -68,15 +75,16 @@ def paged_decode(
     layer: jax.Array | int = 0,
     sink_logits: jax.Array | None = None,
     plan: DecodePlan | None = None,
+    scaling: Scaling | None = None,
     out_dtype: Any = jnp.float32,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of few queries per row over the blocks of one layer; see `reference.paged_decode`.
 
     Args:
-      q: `[r, t, h, g, d]`, t at most 8, g at most 16; computed in the pool's dtype.
-      k_pool: `[num_layers * num_blocks, h, block_size, d]` bfloat16 or float16, d 64, 128 or 256, block_size
-        a multiple of 8 up to 512.
+      q: `[r, t, h, g, d]`, t at most 8, g at most 16; computed in the pool's dtype, of 8 bits in bfloat16.
+      k_pool: `[num_layers * num_blocks, h, block_size, d]` bfloat16, float16, or of 8 bits (see
+        `eight_bits`), d 64, 128 or, of 16 bits, 256, block_size a multiple of 8 up to 512.
       v_pool: Like `k_pool`.
       block_table: i32[max_rows, columns].
       rows: Who asks.
@@ -84,6 +92,7 @@ def paged_decode(
       layer: i32[].
       sink_logits: f32[h, g] or None.
       plan: From `plan_for` with the same rows, to share between layers; or None.
+      scaling: Beside pools of 8 bits.
       out_dtype: Of `out`, which is computed in float32; of 16 bits it costs no conversion.
       interpret: Run on the CPU, and look for races.
 
@@ -94,17 +103,22 @@ def paged_decode(
       ValueError: the arguments do not fit together, or this kernel does not take them.
     """
     check_decode(q, k_pool, v_pool, block_table, rows, options, sink_logits, layer)
+    check_scaling(k_pool, scaling)
     if reason := why_not(k_pool, q.shape[3]):
         raise ValueError(reason)
     num_rows, num_queries, num_heads, group_size, head_dim = q.shape
-    tiling = tiling_of(num_queries, group_size, head_dim, k_pool.shape[2])
+    dtype = k_pool.dtype
+    tiling = tiling_of(num_queries, group_size, head_dim, k_pool.shape[2], dtype.itemsize)
     if plan is not None:
         _check_plan(plan, num_rows)
     else:
-        plan = plan_for(rows, q.shape, block_table.shape[1], k_pool.shape[2], interpret=interpret)
+        columns, block_size = block_table.shape[1], k_pool.shape[2]
+        plan = plan_for(rows, q.shape, columns, block_size, dtype=dtype, interpret=interpret)
 
     layer = jnp.asarray(layer, jnp.int32).reshape(1)
-    inputs = [q.astype(k_pool.dtype), k_pool, v_pool, block_table, plan.items, layer]
+    of_keys, of_values = ((), ()) if scaling is None else (scaling.of_keys(), scaling.of_values())
+    q = q.astype(WIDENED if scaling is not None else dtype)
+    inputs = [q, k_pool, v_pool, block_table, plan.items, layer, *of_keys, *of_values]
     if sink_logits is not None:
         inputs.append(_sinks_of_lanes(sink_logits.astype(jnp.float32) * LOG2_E, tiling))
     num_items, can_split = plan.items.shape[0], plan.num_parts > 0
@@ -114,22 +128,24 @@ def paged_decode(
 
     gpu = target()
     stages = num_stages(tiling, head_dim, gpu)
-    ring = plgpu.SMEM((stages, TILE_ROWS, head_dim), k_pool.dtype, transforms=tiled(head_dim, 2))
-    ring_barrier = plgpu.Barrier(num_barriers=stages, num_arrivals=tiling.pieces_per_tile)
-    scratch = dict(
-        q_smem=plgpu.SMEM((tiling.num_lanes, head_dim), k_pool.dtype, transforms=tiled(head_dim, 2)),
+    ring = ring_smem(tiling, stages, (k_pool, *of_keys))
+    ring_barrier = plgpu.Barrier(num_barriers=stages, num_arrivals=tiling.pieces_per_tile * len(ring))
+    scratch: dict[str, Any] = dict(
+        q_smem=plgpu.SMEM((tiling.num_lanes, head_dim), q.dtype, transforms=tiled(head_dim, 2)),
         k_smem=ring,
         v_smem=ring,
-        p_smem=plgpu.SMEM((tiling.num_lanes, TILE_ROWS), k_pool.dtype, transforms=tiled(TILE_ROWS, 2)),
+        p_smem=plgpu.SMEM((tiling.num_lanes, TILE_ROWS), q.dtype, transforms=tiled(TILE_ROWS, 2)),
         # The result and the sink logits: two rows of 128 bytes, to which the copy engine wants them aligned.
         per_lane_smem=plgpu.SMEM((2, MAX_LANES), jnp.float32),
         q_barrier=plgpu.Barrier(num_arrivals=num_query_copies(tiling, head_dim) + (sink_logits is not None)),
         k_barrier=ring_barrier,
         v_barrier=ring_barrier,
     )
+    if scaling is not None:
+        scratch["wide_smem"] = plgpu.SMEM((TILE_ROWS, head_dim), q.dtype, transforms=tiled(head_dim, 2))
     out, lse, *parts = launch(
         functools.partial(_decode, options, tiling, can_split, multiply_on(gpu, interpret)),
-        cost=_cost(q, k_pool, block_table),
+        cost=_cost(q, (k_pool, *of_keys), block_table),
         interpret=interpret,
         out_type=results,
         grid=(num_items * tiling.num_lane_tiles * num_heads,),
@@ -152,6 +168,7 @@ def plan_for(
     num_columns: int,
     block_size: int,
     *,
+    dtype: Any = jnp.bfloat16,
     interpret: bool = False,
 ) -> DecodePlan:
     """The plan of a decode, computed on the device; the same for all layers of a step.
@@ -161,6 +178,7 @@ def plan_for(
       q_shape: `(r, t, h, g, d)`; a plan for another `g` gives the same results, and may fill the GPU worse.
       num_columns: Columns of the block table.
       block_size: Tokens of a block.
+      dtype: Of the pools; another one gives the same results, too.
       interpret: As if fewer programs ran side by side.
     """
     num_rows, num_queries, num_heads, group_size, head_dim = q_shape
@@ -174,7 +192,7 @@ def plan_for(
             f"q_shape is {q_shape}, expected (rows, queries, num_kv_heads, group_size, head_dim), each at "
             f"least 1, at most {MAX_QUERIES} queries and a group of at most {MAX_GROUP_SIZE}"
         )
-    tiling = tiling_of(num_queries, group_size, head_dim, block_size)
+    tiling = tiling_of(num_queries, group_size, head_dim, block_size, jnp.dtype(dtype).itemsize)
     num_programs = num_sms() * programs_per_sm(tiling, head_dim, target())
     if interpret:
         num_programs = _INTERPRETED_PROGRAMS
@@ -194,21 +212,25 @@ def _check_plan(plan: DecodePlan, num_rows: int) -> None:
         )
 
 
-def _cost(q: jax.Array, k_pool: jax.Array, block_table: jax.Array) -> pl.CostEstimate:
-    """At full tables."""
+def _cost(q: jax.Array, of_keys: tuple[jax.Array, ...], block_table: jax.Array) -> pl.CostEstimate:
+    """At full tables; as much as is stored `of_keys` is of values."""
     num_rows, num_queries, num_heads, group_size, head_dim = q.shape
-    num_keys = num_rows * num_heads * block_table.shape[1] * k_pool.shape[2]
+    num_keys = num_rows * num_heads * block_table.shape[1] * of_keys[0].shape[2]
+    key_bytes = sum(math.prod(x.shape[3:]) * x.dtype.itemsize for x in of_keys)
     return pl.CostEstimate(
         flops=4 * num_keys * num_queries * group_size * head_dim,
         transcendentals=num_keys * num_queries * group_size,
-        bytes_accessed=2 * num_keys * head_dim * k_pool.dtype.itemsize,
+        bytes_accessed=2 * num_keys * key_bytes,
     )
 
 
 def why_not(k_pool: jax.Array, group_size: int) -> str | None:
     """Why this kernel does not take a pool, with so many query heads per key/value head; None if it does."""
-    if reason := why_not_pool(k_pool, DECODED):
+    if reason := why_not_pool(k_pool, (*DECODED, *NUMBERS)):
         return reason
+    if k_pool.dtype.itemsize == 1 and k_pool.shape[3] not in WIDENED_HEAD_DIMS:
+        most = " or ".join(map(str, WIDENED_HEAD_DIMS))
+        return f"head_dim is {k_pool.shape[3]} with numbers of 8 bits, expected {most}"
     if group_size > MAX_GROUP_SIZE:
         return f"{group_size} query heads share a key/value head, expected up to {MAX_GROUP_SIZE}"
     return None
@@ -234,11 +256,20 @@ def _decode(
     q_barrier,
     k_barrier,
     v_barrier,
+    wide_smem=None,
 ) -> None:
     """One key/value head and lane tile of one item; or nothing, where the plan has no item."""
     num_results = 4 if can_split else 2
     inputs, results = args[:-num_results], args[-num_results:]
-    q_ref, k_ref, v_ref, table_ref, items_ref, layer_ref, *sinks_ref = inputs
+    q_ref, k_ref, v_ref, table_ref, items_ref, layer_ref, *more = inputs
+    num_beside = len(k_smem) - 1
+    *beside, sinks_ref = more[:num_beside], more[num_beside : 2 * num_beside], more[2 * num_beside :]
+    keys, values = (
+        Ring((pool_ref, *refs), smem, barrier, tiling, wide_smem)
+        for pool_ref, refs, smem, barrier in zip(
+            (k_ref, v_ref), beside, (k_smem, v_smem), (k_barrier, v_barrier), strict=True
+        )
+    )
     item, lane_tile, head = unflatten(lax.axis_index("program"), tiling.num_lane_tiles, k_ref.shape[1])
     (
         row,
@@ -252,7 +283,7 @@ def _decode(
         part,
     ) = (items_ref[item, column] for column in Item)
     block_size, head_dim = k_ref.shape[2:]
-    stages = k_smem.shape[0]
+    stages = k_smem[0].shape[0]
     first_query = lane_tile * tiling.queries_per_tile
     lse_smem, sinks_smem = (per_lane_smem.at[nth, pl.ds(0, tiling.num_lanes)] for nth in range(2))
     mask = KeyMask(
@@ -272,30 +303,33 @@ def _decode(
             rows.append(layer_ref[0] * options.num_blocks + table_ref[table_row, column])
         return rows
 
-    def fetch(pool_ref, ring, barrier, tile, rows) -> None:
+    def fetch(ring: Ring, tile, rows) -> None:
         slot = lax.rem(tile, jnp.int32(stages))
         for j, row in enumerate(rows):
             nth = (first_tile + tile) * tiling.pieces_per_tile + j
             start = lax.rem(nth, jnp.int32(tiling.pieces_per_block)) * tiling.piece_len
-            plgpu.copy_gmem_to_smem(
-                pool_ref.at[row, head, pl.ds(start, tiling.piece_len)],
-                ring.at[slot, pl.ds(j * tiling.piece_len, tiling.piece_len)],
-                barrier.at[slot],
-            )
+            ring.fetch(slot, j, (row, head), start)
 
-    def refill(pool_ref, ring, barrier, tile, rows) -> None:
-        pl.when(tile < num_tiles)(lambda: fetch(pool_ref, ring, barrier, tile, rows))
+    def refill(ring: Ring, tile, rows) -> None:
+        pl.when(tile < num_tiles)(lambda: fetch(ring, tile, rows))
 
     def per_lane(x: jax.Array, num_rows: int) -> jax.Array:
         return lax.broadcast_in_dim(x, (num_rows, tiling.num_lanes), [1])
 
-    def attend_tile(tile, state):
+    def per_key(x: jax.Array) -> jax.Array:
+        return lax.broadcast_in_dim(x, (TILE_ROWS, tiling.num_lanes), [0])
+
+    def attend_tile(q_sum, tile, state):
         out, peak, total, next_rows = state
         slot = lax.rem(tile, jnp.int32(stages))
         rows_after = pieces_of(tile + stages + 1)  # asked for early: they are there when they are needed
-        plgpu.barrier_wait(k_barrier.at[slot])
-        logits = multiply(k_smem.at[slot], q_smem.transpose((1, 0)))
-        refill(k_ref, k_smem, k_barrier, tile + stages, next_rows)
+        k = keys.read(slot)
+        logits = multiply(k.numbers, q_smem.transpose((1, 0)))
+        refill(keys, tile + stages, next_rows)
+        if k.scale is not None:
+            logits = logits * per_key(k.scale)
+        if k.offset is not None:
+            logits = logits + per_key(k.offset) * per_lane(q_sum, TILE_ROWS)
         logits = scaled(options, logits)
         logits = jnp.where(mask.is_seen(first_tile + tile, query), logits, MASKED)
 
@@ -304,19 +338,30 @@ def _decode(
         weights = jnp.exp2(logits - per_lane(new_peak, TILE_ROWS))
         decay = jnp.exp2(peak - new_peak)
         total = total * decay + weights.sum(axis=0)
-        p_smem.transpose((1, 0))[...] = weights.astype(p_smem.dtype)
+        v = values.read(slot)
+        first_key = (first_tile + tile) * TILE_ROWS
 
-        plgpu.barrier_wait(v_barrier.at[slot])
+        def of_seen(x: jax.Array) -> jax.Array:
+            """Numbers per key, 0 where no query sees it: they may be NaN."""
+            is_seen = mask.is_seen_by_any(first_key, (TILE_ROWS,), layout.reduce(1))
+            return per_key(jnp.where(is_seen, x, jnp.zeros_like(x)))
+
+        of_numbers = weights if v.scale is None else weights * of_seen(v.scale)
+        p_smem.transpose((1, 0))[...] = of_numbers.astype(p_smem.dtype)
 
         @pl.when(mask.is_edge(first_tile + tile))
         def _():
-            v = plgpu.load(v_smem.at[slot], layout=layout, optimized=False)
-            is_seen = mask.is_seen_by_any((first_tile + tile) * TILE_ROWS, (TILE_ROWS, head_dim))
-            v_smem[slot] = jnp.where(is_seen, v, jnp.zeros_like(v))
+            numbers = plgpu.load(v.numbers, layout=layout, optimized=False)
+            is_seen = mask.is_seen_by_any(first_key, (TILE_ROWS, head_dim))
+            v.numbers[...] = jnp.where(is_seen, numbers, jnp.zeros_like(numbers))
 
         plgpu.commit_smem()
-        new_out = multiply(v_smem.at[slot].transpose((1, 0)), p_smem.transpose((1, 0)))
-        refill(v_ref, v_smem, v_barrier, tile + stages, next_rows)
+        new_out = multiply(v.numbers.transpose((1, 0)), p_smem.transpose((1, 0)))
+        refill(values, tile + stages, next_rows)
+        if v.offset is not None:
+            new_out = new_out + per_lane((weights * of_seen(v.offset)).sum(axis=0), head_dim)
+        if wide_smem is not None:
+            plgpu.commit_smem()  # all warps have multiplied before the next keys take these values' place
         return out * per_lane(decay, head_dim) + new_out, new_peak, total, rows_after
 
     def begin(fetched_smem) -> None:
@@ -326,8 +371,8 @@ def _decode(
             plgpu.copy_gmem_to_smem(sinks_ref[0].at[head], sinks_smem, q_barrier)
         for tile in range(stages):
             rows = pieces_of(tile)
-            refill(k_ref, k_smem, k_barrier, jnp.int32(tile), rows)
-            refill(v_ref, v_smem, v_barrier, jnp.int32(tile), rows)
+            refill(keys, jnp.int32(tile), rows)
+            refill(values, jnp.int32(tile), rows)
         plgpu.barrier_wait(q_barrier)
         load_queries(fetched_smem, q_smem)
         plgpu.commit_smem()
@@ -339,6 +384,10 @@ def _decode(
     @pl.when(row >= 0)
     def _():
         pl.run_scoped(begin, lanes_smem(tiling, head_dim, q_smem.dtype))
+        q_sum = None
+        if num_beside > 1:  # an offset is added to each number of a key
+            q = plgpu.load(q_smem.transpose((1, 0)), layout=layout, optimized=False)
+            q_sum = q.astype(jnp.float32).sum(axis=0)
 
         def full(shape, value, of) -> jax.Array:
             return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), of)
@@ -350,7 +399,7 @@ def _decode(
             is_first = plgpu.layout_cast(jnp.full(one_per_lane, first_tile), by_lane) == 0
             peak, total = jnp.where(is_first, sinks, peak), jnp.where(is_first, 1.0, total)
         start = (full((head_dim, tiling.num_lanes), 0, layout), peak, total, pieces_of(stages))
-        out, peak, total, _ = lax.fori_loop(0, num_tiles, attend_tile, start)
+        out, peak, total, _ = lax.fori_loop(0, num_tiles, functools.partial(attend_tile, q_sum), start)
 
         is_empty = (peak <= MASKED) | (query >= num_queries)
         total = jnp.where(is_empty, 1.0, total)

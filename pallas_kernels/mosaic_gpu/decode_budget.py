@@ -3,6 +3,7 @@
 from pallas_kernels.gpus import Gpu
 from pallas_kernels.mosaic_gpu.decode_plan import TILE_ROWS, Tiling
 from pallas_kernels.mosaic_gpu.limits import REGISTERS
+from pallas_kernels.mosaic_gpu.rings import beside_bytes
 
 _MAX_STAGES = 2
 _THREADS = 128
@@ -21,7 +22,7 @@ def programs_per_sm(tiling: Tiling, head_dim: int, gpu: Gpu) -> int:
 def num_stages(tiling: Tiling, head_dim: int, gpu: Gpu) -> int:
     """Tiles of keys, and of values, that are in shared memory at a time: two, where there is room."""
     room = gpu.shared_memory - _beside_rings(tiling, head_dim)
-    return min(_MAX_STAGES, room // _stage_bytes(head_dim))
+    return min(_MAX_STAGES, room // _stage_bytes(tiling, head_dim))
 
 
 def max_registers(tiling: Tiling, head_dim: int, gpu: Gpu) -> int:
@@ -29,18 +30,25 @@ def max_registers(tiling: Tiling, head_dim: int, gpu: Gpu) -> int:
     by_lanes = {64: (96, 168, 168, 168), 128: (128, 160, 208, 208), 256: (224, 255)}[head_dim]
     if not gpu.has_wgmma:  # factors are in registers too
         by_lanes = {64: (112, 168, 168, 192), 128: (128, 160, 208, 248), 256: (224, 255)}[head_dim]
+    if tiling.number_bytes == 1:
+        by_lanes = {64: (128, 168, 255, 255), 128: (168, 255, 255, 255), 256: (255, 255)}[head_dim]
     registers = by_lanes[tiling.num_lanes // 8 - 1]
-    return max(registers, 112) if tiling.piece_len < 16 else registers
+    of_small_pieces = 112 if tiling.number_bytes > 1 else 255
+    return max(registers, of_small_pieces) if tiling.piece_len < 16 else registers
 
 
 def max_shared_memory(tiling: Tiling, head_dim: int, gpu: Gpu) -> int:
     """Bytes of a program; the system takes 1 KB beside them."""
-    return num_stages(tiling, head_dim, gpu) * _stage_bytes(head_dim) + _beside_rings(tiling, head_dim)
+    return num_stages(tiling, head_dim, gpu) * _stage_bytes(tiling, head_dim) + _beside_rings(
+        tiling, head_dim
+    )
 
 
-def _stage_bytes(head_dim: int) -> int:
-    return 2 * TILE_ROWS * head_dim * 2
+def _stage_bytes(tiling: Tiling, head_dim: int) -> int:
+    is_scaled = tiling.number_bytes == 1
+    return 2 * (TILE_ROWS * head_dim * tiling.number_bytes + is_scaled * beside_bytes(tiling))
 
 
 def _beside_rings(tiling: Tiling, head_dim: int) -> int:
-    return tiling.num_lanes * (head_dim * (2 + 4) + TILE_ROWS * 2) + _SMALL_BUFFERS
+    widened = TILE_ROWS * head_dim * 2 * (tiling.number_bytes == 1)
+    return tiling.num_lanes * (head_dim * (2 + 4) + TILE_ROWS * 2) + widened + _SMALL_BUFFERS

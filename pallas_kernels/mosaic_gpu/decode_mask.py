@@ -56,9 +56,11 @@ class ReadKeys:
             is_edge |= self.position(first) <= self.first_position - self.options.window
         return is_edge
 
-    def is_seen_by_any(self, first: Any, shape: tuple[int, int]) -> jax.Array:
-        """bool[keys, width] of the keys from the `first` on, the same for every column."""
-        position, is_read = self.positions(first, shape, 0)
+    def is_seen_by_any(
+        self, first: Any, shape: tuple[int, ...], layout: Any = plgpu.Layout.WGMMA
+    ) -> jax.Array:
+        """bool[keys, ...] of the keys from the `first` on, the same along other axes."""
+        position, is_read = self.positions(first, shape, 0, layout)
         in_window = self.is_in_window(position, self.first_position)
         return is_read & (position < self.first_position + self.num_queries) & in_window
 
@@ -69,9 +71,11 @@ class ReadKeys:
             return behind_sinks
         return jnp.where(nth < self.num_sink_blocks * self.block_size, nth, behind_sinks)
 
-    def positions(self, first: Any, shape: tuple[int, int], axis: int) -> tuple[jax.Array, jax.Array]:
+    def positions(
+        self, first: Any, shape: tuple[int, ...], axis: int, layout: Any = plgpu.Layout.WGMMA
+    ) -> tuple[jax.Array, jax.Array]:
         """Positions of the keys from the `first` on, along an axis; whether each is in a column read."""
-        nth = first + plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
+        nth = first + plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout)
         return self.position(nth), nth < self.num_columns * self.block_size
 
     def is_in_window(self, position: jax.Array, query_pos: Any) -> Any:

@@ -59,14 +59,18 @@ class Tiling(LaneTiling):
       piece_len: Tokens of a piece, a multiple of 8; divides both a block and a tile.
       pieces_per_block: Pieces of a block.
       pieces_per_tile: Pieces of a tile.
+      number_bytes: Of a stored number.
     """
 
     piece_len: int
     pieces_per_block: int
     pieces_per_tile: int
+    number_bytes: int
 
 
-def tiling_of(num_queries: int, group_size: int, head_dim: int, block_size: int) -> Tiling:
+def tiling_of(
+    num_queries: int, group_size: int, head_dim: int, block_size: int, number_bytes: int = 2
+) -> Tiling:
     """The cut into full tiles with the fewest copies."""
     piece_len, pieces_per_block = pieces_of_blocks(block_size, TILE_ROWS)
     most_lanes = min(MAX_LANES, _MAX_LANE_VALUES // head_dim)
@@ -81,6 +85,7 @@ def tiling_of(num_queries: int, group_size: int, head_dim: int, block_size: int)
         piece_len=piece_len,
         pieces_per_block=pieces_per_block,
         pieces_per_tile=TILE_ROWS // piece_len,
+        number_bytes=number_bytes,
     )
 
 

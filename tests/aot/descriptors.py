@@ -8,8 +8,8 @@ import re
 from typing import NamedTuple
 
 MAX_RANK, MAX_BOX, ALIGNMENT = 5, 256, 16
-_WIDTH = {2: 2, 3: 4, 5: 2, 6: 4, 7: 2, 9: 4}
-"""Bytes of an element, by Mosaic GPU's numbers: int16, int32, float16, float32, bfloat16, signed int32."""
+_WIDTH = {1: 1, 2: 2, 3: 4, 5: 2, 6: 4, 7: 2, 9: 4}
+"""Bytes of an element, by Mosaic GPU's numbers: int8, int16, int32, two floats, bfloat16, signed int32."""
 _NO_SWIZZLE = 16
 _CONSTANT = re.compile(r"(%\w+) = llvm\.mlir\.constant\((-?\d+) : \w+\)")
 _STORE = re.compile(r"llvm\.store (%\w+), %\w+ : i64")

@@ -14,7 +14,7 @@ import numpy as np
 
 from pallas_kernels import mosaic_gpu, reference
 from pallas_kernels.mosaic_gpu import append, decode, move_blocks, prefill
-from pallas_kernels.shapes import DECODE_SHAPES, PREFILL_SHAPES, DecodeShape
+from pallas_kernels.shapes import DECODE_SHAPES, EIGHT_BIT_SHAPES, PREFILL_SHAPES, DecodeShape
 from tests.aot.target import B200, H200, RTX_5090, Target
 
 NUM_LAYERS, NUM_BLOCKS, NUM_IDS = 2, 11, 4
@@ -74,6 +74,7 @@ def cases(num_random: int, seed: int) -> list[Case]:
     plain = DECODE_SHAPES[0]
     here = [
         *(_decode(f"decode_{shape.name}", shape, shape.dtype) for shape in DECODE_SHAPES),
+        *(_decode(f"decode_{shape.name}", shape, "bfloat16") for shape in EIGHT_BIT_SHAPES),
         _decode("decode_of_32_bits", plain, "float32"),
         *(_prefill(f"prefill_{shape.name}", shape) for shape in PREFILL_SHAPES),
         *(_merge(f"merge_{name}", shape) for name, shape in MERGES.items()),
@@ -124,14 +125,14 @@ def _attend(name: str, shape: DecodeShape, out_dtype: str, kernel: Callable) -> 
 
     def run(function: Callable) -> Any:
         each = problem()
-        return function(*each[:6], layer=each.layer, sink_logits=each.sink_logits)
+        return function(*each[:6], **each.more)
 
     return Case(
         name,
         functools.partial(run, kernel),
         functools.partial(run, jax.jit(reference.paged_decode, static_argnums=5)),
         float(jnp.finfo(out_dtype).eps),
-        TOLERANCES[shape.dtype],
+        TOLERANCES.get(shape.dtype, TOLERANCES["bfloat16"]),
     )
 
 

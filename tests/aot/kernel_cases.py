@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.decode_rows import DecodeOptions, DecodeRows
+from pallas_kernels.eight_bits import WIDENED, Scaling
 from pallas_kernels.mosaic_gpu import prefill
 from pallas_kernels.mosaic_gpu.decode import paged_decode
 from pallas_kernels.mosaic_gpu.decode_budget import (
@@ -32,13 +33,17 @@ from tests.aot.move_cases import MOVE_CASES
 from tests.aot.target import B200, H200, RTX_5090, Target
 
 
-def _decode_budget(tiling: Tiling, head_dim: int, is_split: bool, target: Target, **changes: int) -> Budget:
+def _decode_budget(
+    tiling: Tiling, head_dim: int, is_split: bool, target: Target, num_arrays: int, **changes: int
+) -> Budget:
     """What the kernel's module states, and what its products and copies are; with the merge, if it may split.
 
     A tile has two products of 64 keys, head_dim / 16 wgmma each, or as many mma for every 8 lanes. Copied are
-    queries, and the pieces of K and V of each stage before the loop, and of one in it. Fences are before
-    tensor cores read queries and weights, after each mma, and before results are copied out, of whole rows
-    and of parts. Parts are at most three for each program that runs side by side with others, float32.
+    queries, and the pieces of K and V of each stage before the loop, and of one in it, of 8 bits also their
+    scales and offsets. Fences are before tensor cores read queries and weights, after each mma, and before
+    results are copied out, of whole rows and of parts; of 8 bits there are three more, after K and V are
+    widened and after the second product. Parts are at most three for each program that runs side by side with
+    others, float32.
     """
     gpu = target.gpu
     num_programs = target.num_sms * programs_per_sm(tiling, head_dim, gpu)
@@ -47,11 +52,12 @@ def _decode_budget(tiling: Tiling, head_dim: int, is_split: bool, target: Target
     if not gpu.has_wgmma:
         products = dict(min_mma=num_products * tiling.num_lanes // 8)
     merge_tma, merge_fences = (10, 3) if is_split else (0, 0)
+    num_copies = num_arrays * num_tiles * tiling.pieces_per_tile
     budget = Budget(
         registers=max_registers(tiling, head_dim, gpu),
         shared_memory=max_shared_memory(tiling, head_dim, gpu),
-        min_tma=num_query_copies(tiling, head_dim) + 2 * num_tiles * tiling.pieces_per_tile + merge_tma,
-        min_fences=(3 if gpu.has_wgmma else 5) + merge_fences,
+        min_tma=num_query_copies(tiling, head_dim) + num_copies + merge_tma,
+        min_fences=(3 if gpu.has_wgmma else 5) + merge_fences + 3 * (num_arrays > 2),
         temporary_bytes=1_000_000 + 3 * num_programs * tiling.num_lanes * head_dim * 4,
         **products,
     )
@@ -83,11 +89,13 @@ def _decode_case(
         q_shape = (num_rows, num_queries, num_kv_heads, group_size, head_dim)
         rows = DecodeRows(*[i32(num_rows)] * 5)
         table = i32(num_rows, max_len // block_size)
-        q = jax.ShapeDtypeStruct(q_shape, kv_pool.dtype)
+        q = jax.ShapeDtypeStruct(q_shape, WIDENED if beside else kv_pool.dtype)
         sink_logits = jax.ShapeDtypeStruct((num_kv_heads, group_size), jnp.float32)
-        return q, kv_pool, kv_pool, table, rows, i32(), sink_logits if has_sink_logits else None
+        of_each = [jax.ShapeDtypeStruct(kv_pool.shape[:3], each) for each in beside]
+        scaling = Scaling(*(each for each in of_each for _ in "kv")) if beside else None
+        return q, kv_pool, kv_pool, table, rows, i32(), sink_logits if has_sink_logits else None, scaling
 
-    def function(q, k_pool, v_pool, table, rows, layer, sink_logits):
+    def function(q, k_pool, v_pool, table, rows, layer, sink_logits, scaling):
         decode_options = DecodeOptions(num_blocks, head_dim**-0.5, **options)
         return paged_decode(
             q,
@@ -98,11 +106,13 @@ def _decode_case(
             decode_options,
             layer=layer,
             sink_logits=sink_logits,
+            scaling=scaling,
             out_dtype=out_dtype,
         )
 
-    tiling = tiling_of(num_queries, group_size, head_dim, block_size)
-    budget = _decode_budget(tiling, head_dim, is_split, target, **limits)
+    beside = BESIDE.get(dtype, ())
+    tiling = tiling_of(num_queries, group_size, head_dim, block_size, jnp.dtype(dtype).itemsize)
+    budget = _decode_budget(tiling, head_dim, is_split, target, 2 + 2 * len(beside), **limits)
     kernels = ("paged_decode", "merge_attention") if is_split else ("paged_decode",)
     return CompileCase(name, function, arguments, budget, kernels, pools=(1, 2), target=target)
 
@@ -134,7 +144,26 @@ _CASES = {
     "decode_window": dict(
         num_queries=4, window=1024, num_sink_tokens=20, soft_cap=30.0, has_sink_logits=True
     ),
+    "decode_int8": dict(dtype="int8"),
+    "decode_fp8": dict(dtype="uint8"),
+    "decode_int8_head_64": dict(dtype="int8", head_dim=64),
+    "decode_fp8_head_64_block_64": dict(dtype="uint8", head_dim=64, block_size=64),
+    "decode_int8_block_8": dict(dtype="int8", block_size=8),
+    "decode_int8_8_queries_group_8": dict(dtype="int8", group_size=8, num_queries=8),
+    "decode_fp8_group_16": dict(dtype="uint8", group_size=16, block_size=128),
+    "decode_int8_window": dict(
+        dtype="int8",
+        block_size=24,
+        max_len=8160,
+        num_queries=4,
+        window=1024,
+        num_sink_tokens=20,
+        soft_cap=30.0,
+        has_sink_logits=True,
+    ),
 }
+BESIDE = {"int8": (jnp.uint16, jnp.float32), "uint8": (jnp.float32,)}
+"""What lies beside numbers of 8 bits: scales, and offsets."""
 # Of the GPUs without wgmma.
 _OTHER_GPUS = {
     "b200_decode_32_rows_group_4": dict(target=B200),
@@ -143,6 +172,10 @@ _OTHER_GPUS = {
     "rtx_decode_32_rows_group_4": dict(target=RTX_5090, dtype="float16", out_dtype="float16"),
     "rtx_decode_head_64": dict(target=RTX_5090, head_dim=64, block_size=128, has_sink_logits=True),
     "rtx_decode_8_queries_head_256": dict(target=RTX_5090, head_dim=256, num_queries=8, window=1024),
+    "b200_decode_int8": dict(target=B200, dtype="int8"),
+    "b200_decode_fp8_8_queries_group_8": dict(target=B200, dtype="uint8", group_size=8, num_queries=8),
+    "rtx_decode_fp8_head_64": dict(target=RTX_5090, dtype="uint8", head_dim=64, block_size=64),
+    "rtx_decode_int8_8_queries": dict(target=RTX_5090, dtype="int8", num_queries=8),
 }
 
 

@@ -337,7 +337,7 @@ def test_as_many_programs_as_a_plan_counts_on_fit_into_the_registers_of_an_sm():
     for case in cases:
         q, k_pool, *_ = case.arguments()
         _, num_queries, _, group_size, head_dim = q.shape
-        tiling = tiling_of(num_queries, group_size, head_dim, k_pool.shape[2])
+        tiling = tiling_of(num_queries, group_size, head_dim, k_pool.shape[2], k_pool.dtype.itemsize)
         num_programs = programs[case.name] = programs_per_sm(tiling, head_dim, case.target.gpu)
         assert num_programs * 128 * (-(-case.budget.registers // 8) * 8) <= 65536, case.name
         shared_memory = num_programs * (case.budget.shared_memory + 1024)

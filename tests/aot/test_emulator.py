@@ -99,6 +99,9 @@ def refused(expected, body, **options):
         ),
         ("setp.le.f32 %p2, 0f7FC00000, 0f00000000; selp.b32 %r9, 1, 0, %p2;", WORDS * 0),
         ("cvt.rn.bf16x2.f32 %r9, 0f3F808000, 0f3F818000;", WORDS * 0 + 0x3F803F82),
+        ("cvt.f32.bf16 %r9, 0x4301;", WORDS * 0 + 0x43010000),
+        ("{\n\t.reg .b32 s<2>;\n\tcvt.rn.f16x2.e4m3x2 %r9, 0x7E38;\n\t}\n", WORDS * 0 + 0x5F003C00),
+        ("sub.bf16x2 %r9, 0x43404301, 0x43004300;", WORDS * 0 + 0x42803F80),
         (
             "cvt.rn.f32.s32 %r9, %r1; mov.b64 %rd9, {%r9, 0f3F800000}; fma.rn.f32x2 %rd9, %rd9, %rd9, %rd9;"
             "mov.b64 {%r9, %r8}, %rd9;",
@@ -335,7 +338,7 @@ $L2:
 def test_what_is_unknown_is_no_fault():
     for body in (
         "frobnicate.b32 %r9, %r1;",
-        "add.bf16x2 %r9, %r1, %r1;",
+        "add.f16x2 %r9, %r1, %r1;",
         "st.global.b32 [%rd1], %r1;",
         "123;",
     ):

@@ -14,7 +14,7 @@ from pallas_kernels import mosaic_gpu, mosaic_tpu
 HEAD_DIM = {"mosaic_gpu": 64, "mosaic_tpu": 128}
 REFUSED = {
     "latent": r"keys and values as they are stored, and LatentAttention\(48 \+ 16\) layers store something",
-    "quantised": r"keys and values as they are stored, and Quantised\(FullAttention, int8\) layers store",
+    "quantised": r"keys and values as they are stored, and Quantised\(FullAttention, int4\) layers store",
     "cross": r"attend to a row's tokens up to the query's, and all queries of CrossAttention\(20\) layers",
 }
 
@@ -29,7 +29,7 @@ def layers_of(name, head_dim):
     full = kv.FullAttention(1, head_dim)
     return {
         "latent": [kv.LatentAttention(48, 16)],
-        "quantised": [kv.Quantised(full, "int8")],
+        "quantised": [kv.Quantised(full, "int4")],
         "cross": [full, kv.CrossAttention(1, head_dim, max_source_len=20)],
         "shared": [full, kv.SharedWith(0)],
     }[name]

@@ -14,7 +14,7 @@ from pallas_kernels.mosaic_gpu import decode, merge_attention, paged_decode, pla
 from pallas_kernels.mosaic_gpu.decode_budget import programs_per_sm
 from pallas_kernels.mosaic_gpu.decode_plan import Item, plan_decode, tiling_of
 from pallas_kernels.mosaic_gpu.logits import scaled
-from pallas_kernels.shapes import DECODE_SHAPES, DecodeProblem, DecodeShape
+from pallas_kernels.shapes import DECODE_SHAPES, EIGHT_BIT_SHAPES, DecodeProblem, DecodeShape
 from tests.kernels.gpu_interpreter import run_interpreted
 from tests.support.helpers import newest_unless
 
@@ -22,27 +22,26 @@ pytestmark = pytest.mark.contract
 
 # The weights are rounded to the pools' dtype before they meet the values.
 TOLERANCE = {"bfloat16": 5e-3, "float16": 5e-4}
-SHAPES = {shape.name: shape for shape in DECODE_SHAPES}
+SHAPES = {shape.name: shape for shape in (*DECODE_SHAPES, *EIGHT_BIT_SHAPES)}
 
 
 def check(problem: DecodeProblem, out_dtype=None, **keywords) -> None:
-    out_dtype = jnp.dtype(problem.k_pool.dtype if out_dtype is None else out_dtype)
+    out_dtype = jnp.dtype(problem.q.dtype if out_dtype is None else out_dtype)
     options, arrays = problem.options, problem._replace(options=None)
 
     @jax.jit
     def run(arrays, keywords):
-        arguments = {"layer": arrays.layer, "sink_logits": arrays.sink_logits} | keywords
+        arguments = arrays.more | keywords
         return paged_decode(*arrays[:5], options, **arguments, out_dtype=out_dtype, interpret=True)
 
     @jax.jit
     def expect(arrays):
-        arguments = {"layer": arrays.layer, "sink_logits": arrays.sink_logits}
-        return reference.paged_decode(*arrays[:5], options, **arguments)
+        return reference.paged_decode(*arrays[:5], options, **arrays.more)
 
     out, lse = run_interpreted(run, arrays, keywords)
     expected_out, expected_lse = expect(arrays)
     assert (out.dtype, lse.dtype) == (out_dtype, jnp.float32)
-    tolerance, rounding = TOLERANCE[problem.k_pool.dtype.name], jnp.finfo(out_dtype).eps
+    tolerance, rounding = TOLERANCE[problem.q.dtype.name], jnp.finfo(out_dtype).eps
     np.testing.assert_allclose(out.astype(jnp.float32), expected_out, rtol=rounding, atol=tolerance)
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=1e-5)
 
@@ -50,10 +49,10 @@ def check(problem: DecodeProblem, out_dtype=None, **keywords) -> None:
 # These differ from others in numbers alone.
 LIKE_OTHERS = {"block_128", "block_72_f16", "drafts_3x8"}
 # Two query tiles, every dtype and size of head, and everything at once.
-OLDEST = "plain", "head_128_block_24", "head_256_f16", "drafts_7x16", "all"
+OLDEST = "plain", "head_128_block_24", "head_256_f16", "drafts_7x16", "all", "int8", "fp8_head_128_block_24"
 
 
-@pytest.mark.quick_cases("all")
+@pytest.mark.quick_cases("all", "int8_all")
 @pytest.mark.parametrize("name", newest_unless(OLDEST, [name for name in SHAPES if name not in LIKE_OTHERS]))
 def test_decode(name):
     check(SHAPES[name].problem())
@@ -190,13 +189,16 @@ def test_soft_caps_are_as_good_as_float32(soft_cap):
 def refused(expected: str, shape: DecodeShape = SHAPES["plain"], **changes) -> None:
     problem = shape.problem()._replace(**changes)
     with pytest.raises(ValueError, match=expected):
-        paged_decode(*problem[:6], layer=problem.layer, sink_logits=problem.sink_logits, interpret=True)
+        paged_decode(*problem[:6], **problem.more, interpret=True)
 
 
 def test_what_the_kernel_does_not_take_is_refused():
     refused("float32, expected bfloat16", DecodeShape("a", (3,), dtype="float32"))
     refused("head_dim is 80, expected 64", DecodeShape("a", (3,), head_dim=80))
     refused("block_size is 20, expected a multiple of 8", DecodeShape("a", (3,), block_size=20))
+    refused(
+        "head_dim is 256 with numbers of 8 bits, expected 64", DecodeShape("a", (3,), 1, 1, 256, dtype="int8")
+    )
     refused("17 query heads share", DecodeShape("a", (3,), group_size=17))
     refused("9 queries a row, expected 1 to 8", DecodeShape("a", (30,), num_queries=9))
     rows = SHAPES["plain"].rows()
@@ -235,6 +237,25 @@ def test_what_the_kernel_does_not_take_is_refused():
         merge_attention(jnp.zeros((2, 3, 0)), jnp.zeros((2, 3)))
     with pytest.raises(ValueError, match="expected .s, ..., d. and .s, ....."):
         merge_attention(jnp.zeros((2, 3, 64)), jnp.zeros((3, 2)))
+
+
+def test_a_scaling_that_does_not_fit_is_refused():
+    problem = SHAPES["int8"].problem()
+    fits, plain = problem.scaling, SHAPES["plain"].problem()
+    for arguments, scaling, expected in (
+        (problem, None, "pools are int8 and scaling is None, expected one beside pools of int8 or uint8"),
+        (plain, fits, "pools are bfloat16 and scaling is given"),
+        (problem, fits._replace(v_offset=None), "one of k_offset and v_offset is None"),
+        (
+            problem,
+            fits._replace(k_scale=fits.k_scale.astype("int16")),
+            "k_scale is int16, expected float32 or",
+        ),
+        (problem, fits._replace(v_scale=fits.k_offset), r"float32\(.*\), expected uint16\(.*like the pools"),
+        (problem, fits._replace(v_offset=fits.v_offset[:1]), r"float32\(1, 2, 16\), expected float32\("),
+    ):
+        with pytest.raises(ValueError, match=expected):
+            paged_decode(*arguments[:6], layer=arguments.layer, scaling=scaling, interpret=True)
 
 
 def test_plans_of_another_step_are_refused():

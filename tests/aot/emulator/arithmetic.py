@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from tests.aot.emulator.memory import UnknownError
@@ -38,6 +39,7 @@ _COMPARISONS: dict[str, Callable] = {
     **dict(lt=np.less, le=np.less_equal, gt=np.greater, ge=np.greater_equal, eq=np.equal, ne=np.not_equal),
     **dict(lo=np.less, ls=np.less_equal, hi=np.greater, hs=np.greater_equal),
 }
+_NARROW: dict[str, Any] = {"bf16": jnp.bfloat16, "e4m3x2": jnp.float8_e4m3fn}
 _COMBINED = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
 
 
@@ -47,6 +49,11 @@ def compute(words: Sequence[str], operands: Sequence[str], read: Read) -> np.nda
     if words[-1] == "f32x2" and kind in _SIMPLE:  # a pair in a register of 64 bits
         pairs = (read(operand, TYPES["b64"]).view(np.float32) for operand in operands)
         return _SIMPLE[kind](*pairs).view(np.uint64)
+    if words[-1] == "bf16x2" and kind in _SIMPLE:
+        pairs = (read(operand, TYPES["b32"]).view(jnp.bfloat16).astype(np.float32) for operand in operands)
+        return _bits16(_SIMPLE[kind](*pairs), "bf16").view(np.uint32)
+    if kind == "cvt" and words[-1] in _NARROW:
+        return _widened(words[-2], words[-1], operands, read)
     if dtype is None:
         raise UnknownError("a type")
     if kind == "setp":
@@ -94,6 +101,12 @@ def _converted(words: Sequence[str], operands: Sequence[str], read: Read) -> np.
     if value.dtype.kind == "f" and TYPES[to].kind != "f":
         raise UnknownError("a conversion")
     return value.astype(TYPES[to])
+
+
+def _widened(to: str, source: str, operands: Sequence[str], read: Read) -> np.ndarray:
+    """Of one number, or of two in a register."""
+    values = read(operands[0], TYPES["b16"]).view(_NARROW[source]).astype(np.float32)
+    return values if to == "f32" else _bits16(values, to.removesuffix("x2")).view(np.uint32)
 
 
 def _bits16(values: np.ndarray, dtype: str) -> np.ndarray:

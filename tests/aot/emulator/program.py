@@ -15,6 +15,7 @@ _ENTRY = re.compile(r"\.entry \w+\((.*?)\)", re.DOTALL)
 _PARAMETER = re.compile(r"\.param [^,]*?(\w+_param_\d+)")
 _FILE = re.compile(r"^\s*\.file\s+(\d+) \"(?:[^\"]*/)?([^\"/]+)\"", re.MULTILINE)
 _LINE = re.compile(r"^\s*\.loc\s+(\d+) (\d+).*$", re.MULTILINE)
+_SCOPE = re.compile(r"^\s*[{}]\s*$", re.MULTILINE)
 _DIRECTIVE = re.compile(r"^\s*\.[^;\n]*;?\s*$", re.MULTILINE)
 _STATEMENT = re.compile(r"(?:@(!?)(%p\d+)\s+)?([a-z][\w.:]*)\s*(.*)", re.DOTALL)
 
@@ -61,7 +62,7 @@ def parse(ptx: str) -> Program:
     files = dict(_FILE.findall(ptx))
     body = ptx[ptx.index("\n{", entry.end()) + 2 : ptx.rindex("\n}")]
     body = _LINE.sub(r"$LINE_\1_\2:", re.sub(r"//[^\n]*", "", body))
-    body = _PRODUCT.sub(r"\1, 1,\2;", _WAIT.sub(r"\1;", body))
+    body = _SCOPE.sub("", _PRODUCT.sub(r"\1, 1,\2;", _WAIT.sub(r"\1;", body)))
     instructions, labels, line = [], {}, ""
     for part in re.split(r";|(\$\w+:)", _DIRECTIVE.sub("", body)):
         part = (part or "").strip()
