@@ -8,11 +8,11 @@ from pallas_kernels.decode_rows import check_layer, check_pools
 
 
 def check_moved_blocks(
-    k_pool: jax.Array, v_pool: jax.Array, count: jax.Array, num_blocks: int, **ids: jax.Array
+    k_pool: jax.Array, v_pool: jax.Array, num_blocks: int, count: jax.Array | None = None, **ids: jax.Array
 ) -> None:
-    """Raises unless the pools fit together, `count` is i32[] and all `ids`, by name, are i32[n]."""
+    """Raises unless the pools fit together, `count`, if any, is i32[] and all `ids`, by name, are i32[n]."""
     check_pools(k_pool, v_pool, num_blocks)
-    if jnp.shape(count) != () or jnp.result_type(count) != jnp.int32:
+    if count is not None and (jnp.shape(count) != () or jnp.result_type(count) != jnp.int32):
         raise ValueError(f"count is {jnp.result_type(count)}{jnp.shape(count)}, expected an int32 scalar")
     (first, *_) = ids.values()
     for name, values in ids.items():
@@ -26,12 +26,12 @@ def check_moved_blocks(
 def check_block_values(
     k_pool: jax.Array, k: jax.Array, v: jax.Array, block_ids: jax.Array, num_blocks: int
 ) -> None:
-    """Raises unless `k` and `v` are `[num_layers, n, num_kv_heads, block_size, head_dim]`."""
-    expected = (k_pool.shape[0] // num_blocks, block_ids.shape[0], *k_pool.shape[1:])
+    """Raises unless `k` and `v` are `[n, num_layers, num_kv_heads, block_size, head_dim]`."""
+    expected = (block_ids.shape[0], k_pool.shape[0] // num_blocks, *k_pool.shape[1:])
     for name, values in (("k", k), ("v", v)):
         if values.shape != expected:
             raise ValueError(
-                f"{name} has shape {values.shape}, expected [num_layers, n, num_kv_heads, block_size, "
+                f"{name} has shape {values.shape}, expected [n, num_layers, num_kv_heads, block_size, "
                 f"head_dim] = {expected}"
             )
         _check_real(name, values)

@@ -95,49 +95,42 @@ def merge_attention(outs: jax.Array, lses: jax.Array) -> tuple[jax.Array, jax.Ar
 
 
 def gather_blocks(
-    k_pool: jax.Array, v_pool: jax.Array, block_ids: jax.Array, count: jax.Array, *, num_blocks: int
+    k_pool: jax.Array, v_pool: jax.Array, block_ids: jax.Array, *, num_blocks: int
 ) -> tuple[jax.Array, jax.Array]:
-    """The blocks `block_ids[:count]` of all layers, contiguous.
+    """The blocks `block_ids` of all layers, block after block.
 
     Args:
       k_pool: `[num_layers * num_blocks, h, block_size, d]`.
       v_pool: Like `k_pool`.
-      block_ids: i32[n], within a layer; arbitrary from `count` on.
-      count: i32[], at most `n`.
+      block_ids: i32[n], within a layer; those outside of `[0, num_blocks)` are no blocks.
       num_blocks: Blocks of one layer.
 
     Returns:
-      k and v, `[num_layers, n, h, block_size, d]`; unspecified from `count` on (here 0).
+      k and v, `[n, num_layers, h, block_size, d]`; 0 for no block.
     """
-    is_moved = jnp.arange(block_ids.shape[0]) < count
+    is_block = (block_ids >= 0) & (block_ids < num_blocks)
 
     def gather(pool: jax.Array) -> jax.Array:
         layers = pool.reshape(-1, num_blocks, *pool.shape[1:])
-        blocks = layers[:, jnp.where(is_moved, block_ids, 0)]
-        return jnp.where(is_moved[:, None, None, None], blocks, 0)
+        blocks = layers[:, jnp.where(is_block, block_ids, 0)].swapaxes(0, 1)
+        return jnp.where(is_block[:, None, None, None, None], blocks, 0)
 
     return gather(k_pool), gather(v_pool)
 
 
 def scatter_blocks(
-    k_pool: jax.Array,
-    v_pool: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    block_ids: jax.Array,
-    count: jax.Array,
-    *,
-    num_blocks: int,
+    k_pool: jax.Array, v_pool: jax.Array, k: jax.Array, v: jax.Array, block_ids: jax.Array, *, num_blocks: int
 ) -> tuple[jax.Array, jax.Array]:
-    """The inverse: the pools with `k` and `v`, `[num_layers, n, h, block_size, d]`, at `block_ids[:count]`.
+    """The inverse: the pools with `k` and `v`, `[n, num_layers, h, block_size, d]`, at `block_ids`.
 
-    The ids must differ.
+    The ids must differ; those outside of `[0, num_blocks)` are written nowhere.
     """
-    ids = jnp.where(jnp.arange(block_ids.shape[0]) < count, block_ids, num_blocks)
+    ids = jnp.where(block_ids >= 0, block_ids, num_blocks)
 
     def scatter(pool: jax.Array, blocks: jax.Array) -> jax.Array:
         layers = pool.reshape(-1, num_blocks, *pool.shape[1:])
-        return layers.at[:, ids].set(blocks.astype(pool.dtype), mode="drop").reshape(pool.shape)
+        blocks = blocks.astype(pool.dtype).swapaxes(0, 1)
+        return layers.at[:, ids].set(blocks, mode="drop").reshape(pool.shape)
 
     return scatter(k_pool, k), scatter(v_pool, v)
 
@@ -150,8 +143,9 @@ def copy_blocks(
     The destinations must differ. One may be the source of an earlier copy, which sees it as it was, but not
     of a later one.
     """
-    k, v = gather_blocks(k_pool, v_pool, src, count, num_blocks=num_blocks)
-    return scatter_blocks(k_pool, v_pool, k, v, dst, count, num_blocks=num_blocks)
+    src, dst = (jnp.where(jnp.arange(ids.shape[0]) < count, ids, num_blocks) for ids in (src, dst))
+    k, v = gather_blocks(k_pool, v_pool, src, num_blocks=num_blocks)
+    return scatter_blocks(k_pool, v_pool, k, v, dst, num_blocks=num_blocks)
 
 
 def append_kv(

@@ -179,7 +179,7 @@ def _move(sizes: Pools, interpret: bool, name: str, kernel: str, num: int) -> tu
         num_launches = sizes.num_layers if is_append else 1
     order = np.random.default_rng(0).permutation(num_places).astype(np.int32)
     src, dst, count = jnp.asarray(order[:num]), jnp.asarray(order[num : 2 * num]), jnp.int32(num)
-    outside = (num, *sizes.shape[1::2]) if is_append else (sizes.num_layers, num, *sizes.shape[1:])
+    outside = (num, *sizes.shape[1::2]) if is_append else (num, sizes.num_layers, *sizes.shape[1:])
 
     def drawn() -> tuple[jax.Array, jax.Array]:
         k, v = (random_pool(jax.random.key(i), outside) for i in (2, 3))
@@ -187,8 +187,8 @@ def _move(sizes: Pools, interpret: bool, name: str, kernel: str, num: int) -> tu
 
     inputs = {
         "append_kv": lambda: (*drawn(), src),
-        "gather_blocks": lambda: (src, count),
-        "scatter_blocks": lambda: (*drawn(), dst, count),
+        "gather_blocks": lambda: (src,),
+        "scatter_blocks": lambda: (*drawn(), dst),
         "copy_blocks": lambda: (src, dst, count),
     }[kernel]()
 
@@ -207,8 +207,8 @@ def _move(sizes: Pools, interpret: bool, name: str, kernel: str, num: int) -> tu
                 return call(*pools, *inputs), results
             # What all launches have in common may be moved out of the loop.
             zero = jnp.isnan(results[0].reshape(-1)[0]).astype(jnp.int32)
-            ids, count = inputs
-            return pools, call(*pools, ids, count + zero)
+            (ids,) = inputs
+            return pools, call(*pools, ids + zero)
 
         return lax.fori_loop(0, num_launches, body, state)
 

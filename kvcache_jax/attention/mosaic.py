@@ -5,7 +5,7 @@ Importing the kernels imports Pallas, so every function here imports the kernels
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -124,8 +124,11 @@ def _attend(
     if name == MOSAIC_GPU:
         work = kernels.DecodePlan(*plan.work) if plan.work else None
         own.update(out_dtype=q.dtype, plan=work, scaling=_scaling(pool, group))
-    rows = _decode_rows(plan, group, q.shape[1])
-    results = kernels.paged_decode(_cut(q), pool.k, pool.v, block_table, rows, options, **own)
+    most, attend = _max_queries(), kernels.paged_decode
+    if name == MOSAIC_TPU and q.shape[1] > most:
+        most, attend = kernels.queries_per_row(*q.shape[1:]), kernels.paged_prefill
+    rows = _decode_rows(plan, group, q.shape[1], most)
+    results = attend(_cut(q, most), pool.k, pool.v, block_table, rows, options, **own)
     out, lse = (x.reshape(q.shape[0], -1, *x.shape[2:])[:, : q.shape[1]] for x in results)
     return out, lse
 
@@ -139,7 +142,7 @@ def _scaling(pool: KVPool, group: LayerGroup) -> Any:
 
 
 def _has_own_prefill(name: str, pool: KVPool, num_queries: int) -> bool:
-    """Tells whether so many queries of a row are computed at once; else they are decoded as rows of few."""
+    """Tells whether so many queries of a row are computed at once; else they are cut into rows of fewer."""
     if name != MOSAIC_GPU:
         return False
     kernels = _kernels(name)
@@ -151,7 +154,7 @@ def _plan(
 ) -> tuple[jax.Array, ...]:
     if _has_own_prefill(MOSAIC_GPU, pool, num_queries):
         return ()
-    rows = _decode_rows(plan, group, num_queries)
+    rows = _decode_rows(plan, group, num_queries, _max_queries())
     _, num_heads, block_size, head_dim = pool.k.shape
     q_shape = (rows.table_row.shape[0], min(num_queries, _max_queries()), num_heads, 1, head_dim)
     plan_for = _kernels(MOSAIC_GPU).plan_for
@@ -170,24 +173,38 @@ def _copy_blocks(
     return KVPool(arrays={"k": k, "v": v})
 
 
+def _read_blocks(name: str, pool: KVPool, block_ids: jax.Array, group: LayerGroup) -> dict[str, jax.Array]:
+    gather, num_blocks = _kernels(name).gather_blocks, pool.num_rows // group.num_layers
+    k, v = gather(pool.k, pool.v, block_ids, num_blocks=num_blocks, interpret=is_interpreted.value)
+    return {"k": k, "v": v}
+
+
+def _write_blocks(
+    name: str, pool: KVPool, arrays: Mapping[str, jax.Array], block_ids: jax.Array, group: LayerGroup
+) -> KVPool:
+    scatter, num_blocks = _kernels(name).scatter_blocks, pool.num_rows // group.num_layers
+    own = dict(num_blocks=num_blocks, interpret=is_interpreted.value)
+    k, v = scatter(pool.k, pool.v, arrays["k"], arrays["v"], block_ids, **own)
+    return KVPool(arrays={"k": k, "v": v})
+
+
 def _max_queries() -> int:
     from pallas_kernels.decode_rows import MAX_QUERIES
 
     return MAX_QUERIES
 
 
-def _cut(q: jax.Array) -> jax.Array:
-    """Cuts each row of `[r, t, ...]` into rows of at most `MAX_QUERIES` queries."""
-    most, num_queries = _max_queries(), q.shape[1]
+def _cut(q: jax.Array, most: int) -> jax.Array:
+    """Cuts each row of `[r, t, ...]` into rows of at most so many queries."""
+    num_queries = q.shape[1]
     if num_queries <= most:
         return q
     padding = [(0, -num_queries % most if axis == 1 else 0) for axis in range(q.ndim)]
     return jnp.pad(q, padding).reshape(-1, most, *q.shape[2:])
 
 
-def _decode_rows(plan: AttentionPlan, group: LayerGroup, num_queries: int) -> Any:
+def _decode_rows(plan: AttentionPlan, group: LayerGroup, num_queries: int, most: int) -> Any:
     """Plans the rows that `_cut` makes; each reads only the columns that its own queries reach."""
-    most = _max_queries()
     if num_queries > most:
         starts = jnp.arange(0, num_queries, most, dtype=jnp.int32)
         first_position = (plan.first_position[:, None] + starts[None]).reshape(-1)
@@ -206,11 +223,20 @@ def _rows(plan: AttentionPlan) -> Any:
 
 
 def _backend(name: str, plan: Any) -> Backend:
-    attend, copy_blocks = functools.partial(_attend, name), functools.partial(_copy_blocks, name)
-    supports, load = functools.partial(_supports, name), functools.partial(_load, name)
-    code = functools.partial(_code, name)
+    def own[T](function: Callable[..., T]) -> Callable[..., T]:
+        return functools.partial(function, name)
+
     return Backend(
-        name, supports, attend, prefill=attend, copy_blocks=copy_blocks, plan=plan, load=load, code=code
+        name,
+        supports=own(_supports),
+        decode=own(_attend),
+        prefill=own(_attend),
+        copy_blocks=own(_copy_blocks),
+        read_blocks=own(_read_blocks),
+        write_blocks=own(_write_blocks),
+        plan=plan,
+        load=own(_load),
+        code=own(_code),
     )
 
 

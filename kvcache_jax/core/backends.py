@@ -13,6 +13,8 @@ import jax
 from kvcache_jax.arrays.masked_updates import run_if
 
 XLA, MOSAIC_GPU, MOSAIC_TPU = "xla", "mosaic_gpu", "mosaic_tpu"
+MOVES = "copy_blocks", "read_blocks", "write_blocks"
+"""What a backend may have for whole blocks."""
 MAX_DECODE_QUERIES = 8
 """Most new tokens of a row that are decoded; where a step has room for more, rows are prefilled."""
 
@@ -65,6 +67,10 @@ class Backend:
       load: `() -> None`, imports modules for the others; called by `init`, before anything is traced.
       code: `(device) -> str | None`, a digest of the sources that run on the `TargetDevice`, None where none
         do; imports none of them. `implementation=None` picks the backend where a verdict on it passed.
+      read_blocks: `(pool, block_ids, group) -> arrays` reads whole blocks i32[n] of all layers, by name
+        `[n, num_layers, *shape]`; zeros for ids that are no blocks.
+      write_blocks: `(pool, arrays, block_ids, group) -> pool` writes such arrays into blocks, all different;
+        ids that are no blocks nowhere.
       platform: The one platform on which attention is the backend's, XLA's on others and in exports; or None.
 
     Example:
@@ -84,6 +90,8 @@ class Backend:
     plan: Callable[..., tuple[jax.Array, ...]] | None = None
     load: Callable[[], None] | None = None
     code: Callable[[TargetDevice], str | None] | None = None
+    read_blocks: Callable[..., Any] | None = None
+    write_blocks: Callable[..., Any] | None = None
     platform: str | None = None
 
     def __post_init__(self):
@@ -108,7 +116,7 @@ class Backend:
         return on_platform(self.platform, own, by_xla, *arguments)
 
     def __str__(self) -> str:
-        parts = {name: getattr(self, name) for name in ("decode", "prefill", "write", "copy_blocks")}
+        parts = {name: getattr(self, name) for name in ("decode", "prefill", "write", *MOVES)}
         own = ", ".join(name for name, function in parts.items() if function)
         of_xla = ", ".join(name for name, function in parts.items() if not function)
         return f"{self.name}: {own or 'nothing'}" + (f"; xla: {of_xla}" if of_xla else "")

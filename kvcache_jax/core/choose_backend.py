@@ -6,7 +6,15 @@ import os
 
 import jax
 
-from kvcache_jax.core.backends import XLA, Backend, backend_names, get_backend, require_name, target_device
+from kvcache_jax.core.backends import (
+    MOVES,
+    XLA,
+    Backend,
+    backend_names,
+    get_backend,
+    require_name,
+    target_device,
+)
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import KVPool
 from kvcache_jax.core.verdicts import proven
@@ -68,7 +76,7 @@ def _proven(config: CacheConfig) -> list[Backend]:
         return []
     device = target_device()
     # Attention alone: it is what kernels are for, and XLA moves blocks wherever the program comes to run.
-    free = dict(platform=device.platform, write=None, copy_blocks=None)
+    free = dict.fromkeys(("write", *MOVES)) | dict(platform=device.platform)
     return [dataclasses.replace(get_backend(name), **free) for name in proven(device)]
 
 

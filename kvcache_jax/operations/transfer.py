@@ -19,12 +19,13 @@ from kvcache_jax.arrays.masked_updates import (
 from kvcache_jax.arrays.pytree import pytree_dataclass
 from kvcache_jax.arrays.sharding import as_varied
 from kvcache_jax.blocks import block_pool
-from kvcache_jax.blocks.storage import refuse_derivatives, rows_of_all_layers
+from kvcache_jax.blocks.storage import refuse_derivatives
+from kvcache_jax.blocks.whole_blocks import read_blocks, write_blocks
 from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.cache_checks import require_prefix_index, takes_one
 from kvcache_jax.core.config import CacheConfig
-from kvcache_jax.core.state import Cache, Control, KVPool, PrefixIndex
+from kvcache_jax.core.state import Cache, Control, PrefixIndex
 from kvcache_jax.core.status import Status
 from kvcache_jax.operations.rows import first_failure
 from kvcache_jax.prefix import block_metadata, eviction, prefix_index
@@ -94,8 +95,7 @@ def _export(cache: Cache, block_ids: jax.Array) -> BlockContents:
         is_held.append(ids < control.block_pools[g].num_blocks)
         if cache.pools:
             kv_pool = refuse_derivatives(config.groups[g], cache.pools[g])
-            rows = rows_of_all_layers(kv_pool, config.groups[g], ids)
-            arrays.append({name: get_at(x, rows, 0) for name, x in kv_pool.arrays.items()})
+            arrays.append(read_blocks(config, config.groups[g], kv_pool, ids))
     return BlockContents(
         tokens=tokens,
         num_tokens=jnp.where(is_block, (depth + 1) * indexed.block_size, 0),
@@ -224,9 +224,7 @@ def _import(cache: Cache, contents: BlockContents) -> tuple[Cache, jax.Array]:
     pools = []
     for g, (pool, arrays) in enumerate(zip(cache.pools, contents.arrays, strict=True)):
         pool, arrays = refuse_derivatives(config.groups[g], (pool, arrays))
-        rows = rows_of_all_layers(pool, config.groups[g], published.block_ids[g])
-        values = {name: set_at(x, rows, arrays[name]) for name, x in pool.arrays.items()}
-        pools.append(KVPool(arrays=values))
+        pools.append(write_blocks(config, config.groups[g], pool, published.block_ids[g], arrays))
     return dataclasses.replace(cache, control=control, pools=tuple(pools)), published.status
 
 

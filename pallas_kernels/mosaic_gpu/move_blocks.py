@@ -59,50 +59,46 @@ class _Cut:
 
 
 def gather_blocks(
-    k_pool: jax.Array,
-    v_pool: jax.Array,
-    block_ids: jax.Array,
-    count: jax.Array,
-    *,
-    num_blocks: int,
-    interpret: bool = False,
+    k_pool: jax.Array, v_pool: jax.Array, block_ids: jax.Array, *, num_blocks: int, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """The blocks `block_ids[:count]` of all layers, contiguous; see `reference.gather_blocks`.
+    """The blocks `block_ids` of all layers, block after block; see `reference.gather_blocks`.
 
     Args:
       k_pool: `[num_layers * num_blocks, h, block_size, d]` of 16 or 32 bits, d 64, 128 or 256, block_size a
         multiple of 8 up to 512.
       v_pool: Like `k_pool`.
-      block_ids: i32[n].
-      count: i32[], at most `n`.
+      block_ids: i32[n]; those outside of `[0, num_blocks)` are no blocks.
       num_blocks: Blocks of one layer.
       interpret: Run on the CPU, and look for races.
 
     Returns:
-      k and v, `[num_layers, n, h, block_size, d]`; uninitialised from `count` on.
+      k and v, `[n, num_layers, h, block_size, d]`; 0 for no block.
 
     Raises:
       ValueError: The arguments do not fit together, or this kernel does not take them.
     """
-    check_moved_blocks(k_pool, v_pool, count, num_blocks, block_ids=block_ids)
+    check_moved_blocks(k_pool, v_pool, num_blocks, block_ids=block_ids)
     cut = _cut(k_pool, num_blocks, block_ids)
-    shape = (cut.num_layers, cut.num_ids, *k_pool.shape[1:])
+    shape = (cut.num_ids, cut.num_layers, *k_pool.shape[1:])
     if not cut.num_ids:
         return jnp.zeros(shape, k_pool.dtype), jnp.zeros(shape, v_pool.dtype)
 
-    def body(ids_ref, count_ref, k_ref, v_ref, k_out_ref, v_out_ref, *scratch):
-        def source(layer, nth):
-            return layer * num_blocks + ids_ref[nth]
-
-        def target(layer, nth):
-            return layer * cut.num_ids + nth
-
-        _move(cut, count_ref[0], (k_ref, v_ref), source, (k_out_ref, v_out_ref), target, *scratch)
+    def body(ids_ref, zeros_ref, k_ref, v_ref, k_out_ref, v_out_ref, *scratch):
+        ends = _Ends(
+            sources=(k_ref, v_ref),
+            source_of=lambda layer, nth: layer * num_blocks + ids_ref[nth],
+            targets=(k_out_ref, v_out_ref),
+            target_of=lambda layer, nth: nth * cut.num_layers + layer,
+            is_block=lambda nth: _is_block(ids_ref[nth], num_blocks),
+            zeros=zeros_ref,
+        )
+        _move(cut, cut.num_ids, ends, *scratch)
 
     k_chunks, v_chunks = _chunks(cut, k_pool), _chunks(cut, v_pool)
+    zeros = jnp.zeros((cut.rows, k_pool.shape[3]), k_pool.dtype)
     out = jax.ShapeDtypeStruct((cut.num_layers * cut.num_ids, *k_chunks.shape[1:]), k_pool.dtype)
     k, v = _launch(body, "gather_blocks", cut, out, interpret, out_type=(out, out))(
-        block_ids, jnp.reshape(count, 1), k_chunks, v_chunks
+        block_ids, zeros, k_chunks, v_chunks
     )
     return k.reshape(shape), v.reshape(shape)
 
@@ -113,7 +109,6 @@ def scatter_blocks(
     k: jax.Array,
     v: jax.Array,
     block_ids: jax.Array,
-    count: jax.Array,
     *,
     num_blocks: int,
     interpret: bool = False,
@@ -123,10 +118,9 @@ def scatter_blocks(
     Args:
       k_pool: Like `gather_blocks`'s.
       v_pool: Like `k_pool`.
-      k: `[num_layers, n, h, block_size, d]`, cast to the pool's dtype.
+      k: `[n, num_layers, h, block_size, d]`, cast to the pool's dtype.
       v: Like `k`.
-      block_ids: i32[n], different from each other up to `count`.
-      count: i32[], at most `n`.
+      block_ids: i32[n], different from each other; those outside of `[0, num_blocks)` are written nowhere.
       num_blocks: Blocks of one layer.
       interpret: Run on the CPU, and look for races.
 
@@ -136,26 +130,25 @@ def scatter_blocks(
     Raises:
       ValueError: The arguments do not fit together, or this kernel does not take them.
     """
-    check_moved_blocks(k_pool, v_pool, count, num_blocks, block_ids=block_ids)
+    check_moved_blocks(k_pool, v_pool, num_blocks, block_ids=block_ids)
     check_block_values(k_pool, k, v, block_ids, num_blocks)
     cut = _cut(k_pool, num_blocks, block_ids)
     if not cut.num_ids:
         return k_pool, v_pool
 
-    def body(ids_ref, count_ref, k_ref, v_ref, k_pool_ref, v_pool_ref, *scratch):
-        def source(layer, nth):
-            return layer * cut.num_ids + nth
-
-        def target(layer, nth):
-            return layer * num_blocks + ids_ref[nth]
-
-        _move(cut, count_ref[0], (k_ref, v_ref), source, (k_pool_ref, v_pool_ref), target, *scratch)
+    def body(ids_ref, k_ref, v_ref, k_pool_ref, v_pool_ref, *scratch):
+        ends = _Ends(
+            sources=(k_ref, v_ref),
+            source_of=lambda layer, nth: nth * cut.num_layers + layer,
+            targets=(k_pool_ref, v_pool_ref),
+            target_of=lambda layer, nth: layer * num_blocks + ids_ref[nth],
+            is_block=lambda nth: _is_block(ids_ref[nth], num_blocks),
+        )
+        _move(cut, cut.num_ids, ends, *scratch)
 
     blocks = [_chunks(cut, x.astype(k_pool.dtype).reshape(-1, *k_pool.shape[1:])) for x in (k, v)]
     pools = [jax.new_ref(_chunks(cut, pool)) for pool in (k_pool, v_pool)]
-    _launch(body, "scatter_blocks", cut, blocks[0], interpret)(
-        block_ids, jnp.reshape(count, 1), *blocks, *pools
-    )
+    _launch(body, "scatter_blocks", cut, blocks[0], interpret)(block_ids, *blocks, *pools)
     return pools[0][...].reshape(k_pool.shape), pools[1][...].reshape(v_pool.shape)
 
 
@@ -187,19 +180,19 @@ def copy_blocks(
     Raises:
       ValueError: The arguments do not fit together, or this kernel does not take them.
     """
-    check_moved_blocks(k_pool, v_pool, count, num_blocks, src=src, dst=dst)
+    check_moved_blocks(k_pool, v_pool, num_blocks, count, src=src, dst=dst)
     cut = _cut(k_pool, num_blocks, src, is_in_order=True)
     if not cut.num_ids:
         return k_pool, v_pool
 
     def body(src_ref, dst_ref, count_ref, k_ref, v_ref, *scratch):
-        def source(layer, nth):
-            return layer * num_blocks + src_ref[nth]
-
-        def target(layer, nth):
-            return layer * num_blocks + dst_ref[nth]
-
-        _move(cut, count_ref[0], (k_ref, v_ref), source, (k_ref, v_ref), target, *scratch)
+        ends = _Ends(
+            sources=(k_ref, v_ref),
+            source_of=lambda layer, nth: layer * num_blocks + src_ref[nth],
+            targets=(k_ref, v_ref),
+            target_of=lambda layer, nth: layer * num_blocks + dst_ref[nth],
+        )
+        _move(cut, count_ref[0], ends, *scratch)
 
     pools = [jax.new_ref(_chunks(cut, pool)) for pool in (k_pool, v_pool)]
     moved = jax.ShapeDtypeStruct((cut.num_layers * cut.num_ids, *pools[0].shape[1:]), k_pool.dtype)
@@ -259,24 +252,61 @@ def _launch(
     )
 
 
-def _move(cut: _Cut, count, sources, source_of, targets, target_of, k_smem, v_smem, barrier) -> None:
-    """Moves block `source_of(layer, nth)` of the sources to `target_of(layer, nth)` of the targets, for all
-    layers and `nth < count`; both are `[blocks, chunks, rows, head_dim]` of K and V."""
+def _is_block(block_id, num_blocks: int):
+    return (block_id >= 0) & (block_id < num_blocks)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ends:
+    """From where to where blocks move.
+
+    Attributes:
+      sources: K and V, `[blocks, chunks, rows, head_dim]`.
+      source_of: `(layer, nth) -> block` of the sources.
+      targets: K and V, like the sources.
+      target_of: `(layer, nth) -> block` of the targets.
+      is_block: `nth -> bool`; the others are not written, or as `zeros`. None for all.
+      zeros: A chunk of zeros, which is what there is of no block; None if nothing is written for it.
+    """
+
+    sources: tuple[Any, Any]
+    source_of: Callable[..., Any]
+    targets: tuple[Any, Any]
+    target_of: Callable[..., Any]
+    is_block: Callable[..., Any] | None = None
+    zeros: Any = None
+
+
+def _move(cut: _Cut, count, ends: _Ends, k_smem, v_smem, barrier) -> None:
+    """Moves the blocks `nth < count` of all layers."""
     cta = lax.axis_index("cta")
     num_chunks = jnp.minimum(count, cut.num_ids) * (cut.num_layers * cut.chunks)
     num_steps = lax.div(jnp.maximum(num_chunks - cta, 0) + (cut.num_ctas - 1), cut.num_ctas)
 
-    def place(step, block_of):
-        """(block, chunk) of this CTA's step; chunks first, then layers, so that neighbours are neighbours."""
+    def place(step):
+        """(layer, nth, chunk) of this CTA's step; chunks first, then layers: neighbours are neighbours."""
         nth_chunk = cta + step * cut.num_ctas
         nth_block = lax.div(nth_chunk, cut.chunks)
         layer, nth = lax.rem(nth_block, cut.num_layers), lax.div(nth_block, cut.num_layers)
-        return block_of(layer, nth), lax.rem(nth_chunk, cut.chunks)
+        return layer, nth, lax.rem(nth_chunk, cut.chunks)
 
     def fetch(step, slot):
-        block, chunk = place(step, source_of)
-        for ref, smem in zip(sources, (k_smem, v_smem), strict=True):
-            plgpu.copy_gmem_to_smem(ref.at[block, chunk], smem.at[slot], barrier.at[slot])
+        layer, nth, chunk = place(step)
+
+        def fetch_block():
+            block = ends.source_of(layer, nth)
+            for ref, smem in zip(ends.sources, (k_smem, v_smem), strict=True):
+                plgpu.copy_gmem_to_smem(ref.at[block, chunk], smem.at[slot], barrier.at[slot])
+
+        if ends.zeros is None or ends.is_block is None:
+            return fetch_block()
+        is_block = ends.is_block(nth)
+        pl.when(is_block)(fetch_block)
+
+        @pl.when(~is_block)
+        def _():
+            for smem in (k_smem, v_smem):
+                plgpu.copy_gmem_to_smem(ends.zeros, smem.at[slot], barrier.at[slot])
 
     @pl.loop(0, jnp.minimum(num_steps, cut.stages))
     def _(step):
@@ -285,18 +315,30 @@ def _move(cut: _Cut, count, sources, source_of, targets, target_of, k_smem, v_sm
     @pl.loop(0, num_steps)
     def _(step):
         slot = lax.rem(step, cut.stages)
-        block, chunk = place(step, target_of)
+        layer, nth, chunk = place(step)
         plgpu.barrier_wait(barrier.at[slot])
         if cut.is_in_order:
             plgpu.commit_smem()  # what was read is read before anything is written
-        for smem, ref in zip((k_smem, v_smem), targets, strict=True):
-            plgpu.copy_smem_to_gmem(smem.at[slot], ref.at[block, chunk])
+
+        def write_block():
+            block = ends.target_of(layer, nth)
+            for smem, ref in zip((k_smem, v_smem), ends.targets, strict=True):
+                plgpu.copy_smem_to_gmem(smem.at[slot], ref.at[block, chunk])
+
+        is_written = None if ends.is_block is None or ends.zeros is not None else ends.is_block(nth)
+        if is_written is None:
+            write_block()
+        else:
+            pl.when(is_written)(write_block)
 
         # The slot of the step before is free once its writes have read it; this step's two go on meanwhile.
         later = step + (cut.stages - 1)
 
         @pl.when((step > 0) & (later < num_steps))
         def _():
+            if is_written is not None:
+                # Without writes of this step, the last two are those of the step before.
+                pl.when(~is_written)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
             plgpu.wait_smem_to_gmem(2, wait_read_only=True)
             fetch(later, lax.rem(later, cut.stages))
 

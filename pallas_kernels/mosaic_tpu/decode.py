@@ -73,6 +73,26 @@ def paged_decode(
         rows do not fit into SMEM, or a row's queries or a block of all heads into VMEM.
     """
     check_decode(q, k_pool, v_pool, block_table, rows, options, sink_logits, layer)
+    arguments = q, k_pool, v_pool, block_table, rows, options, layer, sink_logits
+    heads_at_once = q.shape[2]
+    return attend_rows("paged_decode", *arguments, heads_at_once, MAX_TILE_LEN, interpret)
+
+
+def attend_rows(
+    name: str,
+    q: jax.Array,
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    block_table: jax.Array,
+    rows: DecodeRows,
+    options: DecodeOptions,
+    layer: jax.Array | int,
+    sink_logits: jax.Array | None,
+    num_heads: int,
+    max_tile_len: int,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """Computes `paged_decode` of any number of queries a row, `num_heads` key/value heads at a time."""
     check_tpu_pool(k_pool)
     num_rows, num_queries, num_kv_heads, group_size, head_dim = q.shape
     check_scalars("the block table with its rows", block_table.size + NUM_ROW_SCALARS * num_rows)
@@ -83,7 +103,7 @@ def paged_decode(
             "shard the heads"
         )
     block_size, columns = k_pool.shape[2], block_table.shape[1]
-    tile_len = tile_len_of(k_pool, num_queries * group_size)
+    tile_len = tile_len_of(k_pool, num_queries * group_size, num_heads, max_tile_len)
 
     rows = rows._replace(num_columns=jnp.where(rows.num_queries > 0, rows.num_columns, 0))
     plan = _plan(rows, tile_len // block_size)
@@ -103,7 +123,9 @@ def paged_decode(
     num_logits = num_keys * num_kv_heads * num_packed
     key_bytes = 2 * num_kv_heads * head_dim * k_pool.dtype.itemsize
     out, lse = pallas_call(
-        functools.partial(_decode_kernel, options=options, columns=columns, group_size=group_size),
+        functools.partial(
+            _kernel, options=options, columns=columns, group_size=group_size, num_heads=num_heads
+        ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
             grid=(num_rows,),
@@ -133,7 +155,7 @@ def paged_decode(
             flops=4 * num_logits * head_dim, transcendentals=num_logits, bytes_accessed=num_keys * key_bytes
         ),
         interpret=interpret,
-        name="paged_decode",
+        name=name,
     )(
         block_table.reshape(-1),
         rows,
@@ -150,16 +172,16 @@ def paged_decode(
     return out, lse[..., 0]
 
 
-def tile_len_of(k_pool: jax.Array, num_packed: int) -> int:
+def tile_len_of(k_pool: jax.Array, num_packed: int, num_heads: int, max_tile_len: int) -> int:
     """As many whole blocks as a tile may have, and VMEM holds beside `num_packed` queries of each head."""
     block_size = k_pool.shape[2]
-    for blocks in range(max(1, MAX_TILE_LEN // block_size), 0, -1):
-        tiles, others, split = vmem_bytes(k_pool, num_packed, blocks * block_size)
+    for blocks in range(max(1, max_tile_len // block_size), 0, -1):
+        tiles, others, split = vmem_bytes(k_pool, num_packed, blocks * block_size, num_heads)
         # With one block there is no choice, and often less than all operands is split at a time.
         needed = tiles + others + (split if blocks > 1 else 0)
         if tiles <= TILES_BYTES and needed <= VMEM_BYTES:
             return blocks * block_size
-    tiles, others, _ = vmem_bytes(k_pool, num_packed, block_size)
+    tiles, others, _ = vmem_bytes(k_pool, num_packed, block_size, num_heads)
     raise ValueError(
         f"blocks of {block_size} tokens need {tiles} bytes of VMEM, and {num_packed} queries of each "
         f"key/value head {others} beside them, expected at most {TILES_BYTES}, and {VMEM_BYTES} together: "
@@ -167,8 +189,10 @@ def tile_len_of(k_pool: jax.Array, num_packed: int) -> int:
     )
 
 
-def vmem_bytes(k_pool: jax.Array, num_packed: int, tile_len: int) -> tuple[int, int, int]:
+def vmem_bytes(k_pool: jax.Array, num_packed: int, tile_len: int, num_heads: int) -> tuple[int, int, int]:
     """Of the tiles; of queries and results, both twice, the softmax's state and logits; of split operands.
+
+    Logits and operands are of `num_heads` at a time.
 
     Products of float32 take each operand apart, into three of bfloat16.
     """
@@ -181,8 +205,9 @@ def vmem_bytes(k_pool: jax.Array, num_packed: int, tile_len: int) -> tuple[int, 
     tiles = 4 * size(tile_len, head_dim, k_pool.dtype)
     queries = 2 * size(num_packed, head_dim, k_pool.dtype)
     results_and_state = 3 * size(num_packed, head_dim, float32) + 2 * size(num_packed, 1, float32)
-    logits = size(num_packed, tile_len, float32)
-    split = (tiles // 2 + queries // 2 + logits) * 3 // 2 if k_pool.dtype == jnp.float32 else 0
+    logits = size(num_packed, tile_len, float32) * num_heads // num_kv_heads
+    operands = (tiles // 2 + queries // 2) * num_heads // num_kv_heads
+    split = (operands + logits) * 3 // 2 if k_pool.dtype == jnp.float32 else 0
     return tiles, queries + results_and_state + logits, split
 
 
@@ -194,7 +219,7 @@ def _plan(rows: DecodeRows, blocks_per_tile: int) -> Plan:
     return Plan(num_tiles, jnp.cumsum(num_tiles, dtype=jnp.int32) - num_tiles, later.min(axis=1))
 
 
-def _decode_kernel(
+def _kernel(
     table,  # i32[max_rows * columns], SMEM
     rows,  # DecodeRows, SMEM
     plan,  # Plan, SMEM
@@ -215,6 +240,7 @@ def _decode_kernel(
     options: DecodeOptions,
     columns: int,
     group_size: int,
+    num_heads: int,
 ):
     block_size = k_pool.shape[2]
     _, num_kv_heads, tile_len, _ = k_tiles.shape
@@ -243,7 +269,7 @@ def _decode_kernel(
     last_position = first_position + rows.num_queries[row] - 1
     # Query heads of one key/value head are packed query by query.
     packed = lax.broadcasted_iota(jnp.int32, (num_packed, 1), 0)
-    query = sum((packed >= first).astype(jnp.int32) for first in range(group_size, num_packed, group_size))
+    query = ((packed.astype(jnp.float32) + 0.5) / group_size).astype(jnp.int32)
     query_position = first_position + query
     is_query = query_position <= last_position  # [t * g, 1]
 
@@ -270,18 +296,23 @@ def _decode_kernel(
             (nth < num_keys) & (position <= query_position) & is_near(position, query_position) & is_query
         )
 
-        logits = options.scale * _dot(q[0], k_tiles[slot], contracting=(2, 2))  # [h, t * g, tile_len]
-        if options.soft_cap is not None:
-            logits = options.soft_cap * jnp.tanh(logits / options.soft_cap)
-        logits = jnp.where(is_seen, logits, MASKED)
-        old = largest[...]
-        new = jnp.maximum(old, logits.max(axis=2, keepdims=True))
-        weights = jnp.where(is_seen, jnp.exp(logits - new), 0.0)
-        kept = jnp.exp(old - new)
-        largest[...] = new
-        total[...] = kept * total[...] + weights.sum(axis=2, keepdims=True)
-        seen = _dot(weights.astype(v_tiles.dtype), v_tiles[slot], contracting=(2, 1))
-        weighted[...] = kept * weighted[...] + seen
+        def of_heads(heads):
+            logits = options.scale * _dot(q[0, heads], k_tiles[slot, heads], contracting=(2, 2))
+            if options.soft_cap is not None:
+                logits = options.soft_cap * jnp.tanh(logits / options.soft_cap)
+            logits = jnp.where(is_seen, logits, MASKED)  # [num_heads, t * g, tile_len]
+            old = largest[heads]
+            new = jnp.maximum(old, logits.max(axis=2, keepdims=True))
+            weights = jnp.where(is_seen, jnp.exp(logits - new), 0.0)
+            kept = jnp.exp(old - new)
+            largest[heads] = new
+            total[heads] = kept * total[heads] + weights.sum(axis=2, keepdims=True)
+            seen = _dot(weights.astype(v_tiles.dtype), v_tiles[slot, heads], contracting=(2, 1))
+            weighted[heads] = kept * weighted[heads] + seen
+
+        if num_heads == num_kv_heads:
+            return of_heads(slice(None))
+        pl.loop(0, num_kv_heads // num_heads)(lambda i: of_heads(pl.ds(i * num_heads, num_heads)))
 
     def clear_unseen(tile, slot):
         """Zeroes the values that no query sees: they may be NaN, and 0 * NaN is NaN."""

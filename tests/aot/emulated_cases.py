@@ -177,21 +177,24 @@ def _pools(rng: np.random.Generator, name: str, owned: np.ndarray) -> list[jax.A
 
 
 def _move(kernel: str, name: str, count: int) -> Case:
-    """Of blocks; the ids after `count` are partly out of range."""
+    """Of blocks. The ids after `count`, and of a gather or scatter all others, are no blocks."""
     rng = np.random.default_rng(count)
     *shape, dtype = POOLS[name]
     order = rng.permutation(NUM_BLOCKS).astype(np.int32)
-    ids, others = np.array([5, NOWHERE, -1, 8], np.int32), np.full(NUM_IDS, order[-1], np.int32)
+    ids, others = np.array([NUM_BLOCKS, NOWHERE, -1, 8], np.int32), np.full(NUM_IDS, order[-1], np.int32)
     ids[:count], others[:count] = order[:count], order[NUM_IDS : NUM_IDS + count]
     arguments = _pools(rng, name, order[:count] if kernel == "gather" else order[[*range(count), -1, -2]])
+    if kernel != "copy":
+        ids[-1] = -NOWHERE if count < NUM_IDS else ids[-1]
+        ids = np.roll(ids, 1)
     if kernel == "scatter":
-        blocks = [rng.standard_normal((NUM_LAYERS, NUM_IDS, *shape)) for _ in "kv"]
-        arguments += [jnp.asarray(block, dtype).at[:, count:].set(jnp.nan) for block in blocks]
-    arguments += [jnp.asarray(ids), *([jnp.asarray(others)] if kernel == "copy" else []), jnp.int32(count)]
+        blocks = [rng.standard_normal((NUM_IDS, NUM_LAYERS, *shape)) for _ in "kv"]
+        is_block = ((ids >= 0) & (ids < NUM_BLOCKS))[:, None, None, None, None]
+        arguments += [jnp.asarray(np.where(is_block, block, np.nan), dtype) for block in blocks]
+    arguments += [jnp.asarray(ids), *([jnp.asarray(others), jnp.int32(count)] if kernel == "copy" else [])]
 
     def call(module: Any) -> Any:
-        found = getattr(module, f"{kernel}_blocks")(*arguments, num_blocks=NUM_BLOCKS)
-        return [each[:, :count] for each in found] if kernel == "gather" else found
+        return getattr(module, f"{kernel}_blocks")(*arguments, num_blocks=NUM_BLOCKS)
 
     calls = (functools.partial(call, module) for module in (mosaic_gpu, reference))
     return Case(f"{kernel}_{name}_{count}", *calls)

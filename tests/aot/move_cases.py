@@ -8,7 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.mosaic_gpu.append import append_kv
-from pallas_kernels.mosaic_gpu.move_blocks import copy_blocks, gather_blocks, scatter_blocks
+from pallas_kernels.mosaic_gpu.move_blocks import (
+    MAX_CHUNK_BYTES,
+    copy_blocks,
+    gather_blocks,
+    scatter_blocks,
+)
 from tests.aot.budget import Budget, CompileCase, i32, pool
 
 
@@ -32,23 +37,23 @@ class _Shape:
         return jax.ShapeDtypeStruct((num_tokens, self.num_kv_heads, self.head_dim), jnp.dtype(self.dtype))
 
     def blocks(self) -> jax.ShapeDtypeStruct:
-        shape = (self.num_layers, self.num_ids, self.num_kv_heads, self.block_size, self.head_dim)
+        shape = (self.num_ids, self.num_layers, self.num_kv_heads, self.block_size, self.head_dim)
         return jax.ShapeDtypeStruct(shape, jnp.dtype(self.dtype))
 
 
 # Of a ring, two may share an SM. What is temporary is the table of the two results.
-RING = Budget(registers=48, shared_memory=98_400, min_tma=4, temporary_bytes=16)
+RING = Budget(registers=48, shared_memory=98_400, min_tma=2, temporary_bytes=16)
 
 
 def _move_cases(name: str, **shape: Any) -> tuple[CompileCase, ...]:
     of = _Shape(**shape)
     ids = i32(of.num_ids)
 
-    def case(kernel: Callable, arguments: tuple, in_place: tuple[int, ...], fences: int = 0) -> CompileCase:
+    def case(kernel: Callable, arguments: tuple, in_place: tuple[int, ...], **limits: int) -> CompileCase:
         def function(*arguments):
             return kernel(*arguments, num_blocks=of.num_blocks)
 
-        budget = dataclasses.replace(RING, min_fences=fences)
+        budget = dataclasses.replace(RING, **limits)
         kernels = (kernel.__name__,)
         return CompileCase(
             f"{kernels[0]}_{name}", function, lambda: arguments, budget, kernels, (0, 1), in_place
@@ -56,9 +61,9 @@ def _move_cases(name: str, **shape: Any) -> tuple[CompileCase, ...]:
 
     pools, blocks = (of.pool(), of.pool()), (of.blocks(), of.blocks())
     return (
-        case(gather_blocks, (*pools, ids, i32()), ()),
-        case(scatter_blocks, (*pools, *blocks, ids, i32()), (0, 1)),
-        case(copy_blocks, (*pools, ids, ids, i32()), (0, 1), fences=2),
+        case(gather_blocks, (*pools, ids), (), temporary_bytes=MAX_CHUNK_BYTES + 256),  # a chunk of zeros
+        case(scatter_blocks, (*pools, *blocks, ids), (0, 1)),
+        case(copy_blocks, (*pools, ids, ids, i32()), (0, 1), min_fences=2),
     )
 
 

@@ -308,6 +308,30 @@ def _with_host_tier(num_groups: int) -> list[Program]:
     ]
 
 
+def block_programs(implementation: str) -> list[Program]:
+    """Blocks that leave a cache and come back, moved by kernels: a launch for both arrays of a group."""
+    config = config_of(2, LRU)
+    listed, detail = i32(NUM_LISTED), f"2 groups, index, lru, {implementation}"
+
+    def contents() -> Any:
+        return jax.eval_shape(kv.tiers.export_blocks, shapes_of(config), listed)
+
+    def program(subject: str, column: Callable[[], Any], limits: Limits, **options: Any) -> Program:
+        by_kernels = dataclasses.replace(config, implementation=implementation)
+
+        def arguments() -> tuple:
+            return shapes_of(by_kernels), column()
+
+        function = getattr(kv.tiers, subject)
+        return Program(subject, detail, by_kernels, function, arguments, limits, **options)
+
+    return [
+        program("export_blocks", lambda: listed, Limits(0, 0, 12, SMALL), donated=None),
+        # It looks at the queue of cached blocks of each group, which may have to be swept.
+        program("import_blocks", contents, Limits(2, 0, 72, SMALL)),
+    ]
+
+
 def operation_programs() -> list[Program]:
     """Returns all of them, in the order of the table."""
     caches = [(num_groups, policy) for policy in (None, LRU, OTHER_POLICY) for num_groups in (1, 2)]

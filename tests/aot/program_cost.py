@@ -9,7 +9,7 @@ from jax.sharding import SingleDeviceSharding
 from tests.aot import h200
 from tests.aot.hlo import num_copies
 from tests.aot.loop_counts import LoopCounts, compiled_counts, lowered_counts
-from tests.aot.operation_programs import operation_programs
+from tests.aot.operation_programs import block_programs, operation_programs
 from tests.aot.program import Limits, Program, placed, traced_for_gpu
 from tests.aot.step_programs import step_programs
 
@@ -34,7 +34,7 @@ class ProgramCost:
 
 def all_programs() -> list[Program]:
     """Returns operations, then steps."""
-    return [*operation_programs(), *step_programs()]
+    return [*operation_programs(), *block_programs("mosaic_gpu"), *step_programs()]
 
 
 def start_compiler() -> None:

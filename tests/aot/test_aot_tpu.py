@@ -11,7 +11,7 @@ from tests.aot import tpu
 POOL_BYTES = 4 * 2**16 * 8 * 128 * 2
 KERNEL = '%k = f32[] custom-call(%q), custom_call_target="tpu_custom_call", "used_scoped_memory_configs":['
 CASE = dataclasses.replace(
-    tpu.move_case(mosaic_tpu.copy_blocks, num_lists=2), budget=tpu.Cost(code=3, vmem=5, temporary=7)
+    tpu.move_case(mosaic_tpu.copy_blocks), budget=tpu.Cost(code=3, vmem=5, temporary=7)
 )
 
 

@@ -25,6 +25,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use
 
 from pallas_kernels import mosaic_tpu
 from pallas_kernels.decode_rows import DecodeOptions, DecodeRows
+from pallas_kernels.mosaic_tpu import decode, prefill
 from pallas_kernels.mosaic_tpu.append import MAX_CHUNK
 from pallas_kernels.mosaic_tpu.decode import tile_len_of, vmem_bytes
 from pallas_kernels.mosaic_tpu.limits import sublanes, tiled_bytes
@@ -47,6 +48,7 @@ HEADINGS = ("code", "vmem", "temporary", "seconds", "verdict")
 KIB = 1024
 MOVE_CODE, APPEND_CODE, LAYERS_CODE = 96 * KIB, 160 * KIB, 320 * KIB
 DECODE_CODE, LONG_DECODE_CODE, LONGEST_DECODE_CODE = 272 * KIB, 528 * KIB, 928 * KIB
+PREFILL_CODE = 1152 * KIB  # of one head, in a loop over them
 XLA_TEMPORARY_BYTES = 512 * KIB
 """What XLA keeps in HBM around a kernel beside large arrays: plans, leaders of chunks, its own."""
 
@@ -98,15 +100,34 @@ def decode_budget(pool: jax.ShapeDtypeStruct, q_shape: tuple[int, ...], code: in
 
     Of HBM, the queries as the kernel reads them and both results as it writes them.
     """
+    return _budget(pool, q_shape, code, q_shape[2], decode.MAX_TILE_LEN, num_weights=1, num_results=1)
+
+
+def prefill_budget(pool: jax.ShapeDtypeStruct, q_shape: tuple[int, ...], code: int) -> Cost:
+    """Likewise, with temporaries like the weights, and results that are turned when written."""
+    return _budget(
+        pool, q_shape, code, prefill.HEADS_AT_ONCE, prefill.MAX_TILE_LEN, num_weights=10, num_results=2
+    )
+
+
+def _budget(
+    pool: jax.ShapeDtypeStruct,
+    q_shape: tuple[int, ...],
+    code: int,
+    num_heads: int,
+    max_tile_len: int,
+    num_weights: int,
+    num_results: int,
+) -> Cost:
     num_rows, num_queries, num_kv_heads, group_size, head_dim = q_shape
     num_packed, float32 = num_queries * group_size, jnp.dtype(jnp.float32)
-    tile_len = tile_len_of(pool, num_packed)
-    weights = num_kv_heads * tiled_bytes(num_packed, tile_len, float32)
-    parts = ((head_dim, pool.dtype), (head_dim, float32), (1, float32))
+    tile_len = tile_len_of(pool, num_packed, num_heads, max_tile_len)
+    weights = num_heads * tiled_bytes(num_packed, tile_len, float32)
+    parts = ((head_dim, pool.dtype), *[(head_dim, float32), (1, float32)] * num_results)
     of_head = sum(tiled_bytes(num_packed, width, dtype) for width, dtype in parts)
     return Cost(
         code,
-        sum(vmem_bytes(pool, num_packed, tile_len)) + weights,
+        sum(vmem_bytes(pool, num_packed, tile_len, num_heads)) + num_weights * weights,
         num_rows * num_kv_heads * of_head + XLA_TEMPORARY_BYTES,
     )
 
@@ -122,6 +143,7 @@ def append_budget(pool: jax.ShapeDtypeStruct, num_tokens: int) -> Cost:
 
 def decode_case(
     name: str,
+    kernel: Callable = mosaic_tpu.paged_decode,
     *,
     code: int = DECODE_CODE,
     block_size: int = 16,
@@ -140,24 +162,27 @@ def decode_case(
     q = jax.ShapeDtypeStruct((num_rows, num_queries, num_kv_heads, group_size, head_dim), pool.dtype)
     sinks = jax.ShapeDtypeStruct((num_kv_heads, group_size), jnp.float32) if has_sink_logits else None
 
-    def decode(k_pool, v_pool, q, table, rows, layer, sink_logits):
-        return mosaic_tpu.paged_decode(
-            q, k_pool, v_pool, table, rows, options, layer=layer, sink_logits=sink_logits
-        )
+    def attend(k_pool, v_pool, q, table, rows, layer, sink_logits):
+        return kernel(q, k_pool, v_pool, table, rows, options, layer=layer, sink_logits=sink_logits)
 
     rows = DecodeRows(*[i32(num_rows)] * 5)
     arguments = (pool, pool, q, i32(num_rows, columns), rows, i32(), sinks)
-    return Case(name, decode, arguments, decode_budget(pool, q.shape, code), in_place=False)
+    budget = prefill_budget if kernel is mosaic_tpu.paged_prefill else decode_budget
+    return Case(name, attend, arguments, budget(pool, q.shape, code), in_place=False)
 
 
-def move_case(kernel: Callable, *, num_moved: int = 64, num_lists: int = 1, has_values: bool = False) -> Case:
+prefill_case = functools.partial(decode_case, kernel=mosaic_tpu.paged_prefill, code=PREFILL_CODE)
+
+
+def move_case(kernel: Callable, *, num_moved: int = 64, has_values: bool = False) -> Case:
     pool = pool_of(16)
-    values = [jax.ShapeDtypeStruct((NUM_LAYERS, num_moved, *pool.shape[1:]), pool.dtype)] * (2 * has_values)
+    values = [jax.ShapeDtypeStruct((num_moved, NUM_LAYERS, *pool.shape[1:]), pool.dtype)] * (2 * has_values)
     function = functools.partial(kernel, num_blocks=NUM_TOKENS // 16)
-    arguments = (pool, pool, *values, *[i32(num_moved)] * num_lists, i32())
+    is_copy = kernel is mosaic_tpu.copy_blocks
+    ids = (i32(num_moved), i32(num_moved), i32()) if is_copy else (i32(num_moved),)
     in_place = kernel is not mosaic_tpu.gather_blocks
     budget = Cost(MOVE_CODE, vmem=0, temporary=0)  # from HBM to HBM
-    return Case(f"{kernel.__name__}_{num_moved}", function, arguments, budget, in_place)
+    return Case(f"{kernel.__name__}_{num_moved}", function, (pool, pool, *values, *ids), budget, in_place)
 
 
 def append_case(name: str, *, num_tokens: int, block_size: int = 16, dtype: str = "bfloat16") -> Case:
@@ -231,9 +256,24 @@ CASES = (
         soft_cap=30.0,
         has_sink_logits=True,
     ),
+    prefill_case("prefill_64_queries", num_queries=64),
+    prefill_case("prefill_16_queries", num_queries=16, num_kv_heads=32, group_size=1),
+    prefill_case("prefill_f32", num_queries=64, dtype="float32"),
+    prefill_case("prefill_head_256", num_queries=32, head_dim=256, block_size=128),
+    prefill_case(
+        "prefill_all",
+        num_queries=128,
+        num_kv_heads=1,
+        group_size=16,
+        block_size=64,
+        window=1000,
+        num_sink_tokens=5,
+        soft_cap=30.0,
+        has_sink_logits=True,
+    ),
     move_case(mosaic_tpu.gather_blocks),
     move_case(mosaic_tpu.scatter_blocks, has_values=True),
-    move_case(mosaic_tpu.copy_blocks, num_lists=2),
+    move_case(mosaic_tpu.copy_blocks),
     append_case("append_1", num_tokens=1),
     append_case("append_64", num_tokens=64),
     append_case("append_2048_block_128", num_tokens=2048, block_size=128),

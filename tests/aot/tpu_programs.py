@@ -28,7 +28,7 @@ from jax.sharding import (
 )
 
 from tests.aot.hlo import num_copies
-from tests.aot.operation_programs import operation_programs
+from tests.aot.operation_programs import block_programs, operation_programs
 from tests.aot.program import Program, placed
 from tests.aot.step_programs import step_programs
 from tests.aot.table import Table
@@ -84,6 +84,7 @@ def tpu_programs() -> list[tuple[Program, TpuCost]]:
             chosen.append((program, ATTENTION if program.subject in ATTENDING else limits))
         elif program.host_bytes:
             chosen.append((program, HOST))
+    chosen += [(program, OPERATION) for program in block_programs("mosaic_tpu")]
     for program in step_programs("mosaic_tpu"):
         limits = {"rows end": OPERATION, "engine step": ENGINE}.get(program.subject, STEP)
         if program.host_bytes:

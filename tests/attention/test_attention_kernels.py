@@ -23,7 +23,7 @@ from pallas_kernels import mosaic_gpu, mosaic_tpu
 from pallas_kernels.mosaic_gpu.decode_plan import plan_decode
 from pallas_kernels.versions import digest
 from tests.aot.hlo import COLLECTIVE
-from tests.kernels import gpu_interpreter
+from tests.attention.kernel_configs import IMPLEMENTATIONS, SIZES, config_of, run_interpreted
 from tests.support import tiny_model
 from tests.support.attention_driver import AttentionDriver, dense_attention, fragment
 from tests.support.dense_reference import dense_attention as dense_jnp
@@ -32,24 +32,6 @@ from tests.support.helpers import table
 pytestmark = pytest.mark.contract
 
 NUM_Q_HEADS = 4
-# The smallest pools that the kernels take; two heads where they are split over devices.
-SIZES = {
-    "mosaic_gpu": dict(num_kv_heads=1, head_dim=64, dtype="bfloat16"),
-    "mosaic_tpu": dict(num_kv_heads=2, head_dim=128, dtype="float32"),
-}
-IMPLEMENTATIONS = list(SIZES)
-
-
-def config_of(implementation, *, windows=(None, (9, 3)), **options):
-    *heads, dtype = SIZES[implementation].values()
-    layers = [
-        kv.FullAttention(*heads)
-        if window is None
-        else kv.SlidingWindow(*heads, window=window[0], num_sink_tokens=window[1], max_rollback=2)
-        for window in windows
-    ]
-    sizes = dict(num_blocks=16, block_size=8, max_seqs=4, max_seq_len=32, max_query_len=11) | options
-    return kv.CacheConfig(layers, dtype=dtype, implementation=implementation, **sizes)
 
 
 def passed_on_cpus(monkeypatch, implementation):
@@ -63,7 +45,7 @@ def passed_on_cpus(monkeypatch, implementation):
 @pytest.fixture
 def count_calls(monkeypatch):
     """How often a kernel was traced, by its name."""
-    calls = dict.fromkeys(["paged_decode", "copy_blocks"], 0)
+    calls = dict.fromkeys(["paged_decode", "paged_prefill", "copy_blocks"], 0)
 
     def count(module, name):
         function = getattr(module, name)
@@ -80,17 +62,6 @@ def count_calls(monkeypatch):
     return calls
 
 
-def run_interpreted(function):
-    """With kernels interpreted, and a race in one of them taken for a failure."""
-
-    def scenario():
-        with testing.interpreted():
-            return function()
-
-    jax.clear_caches()
-    return gpu_interpreter.run_interpreted(scenario)
-
-
 PADDED = dict(width=11)
 PACKED = dict(
     width=14, packed=True, sink_logits=np.linspace(-1.5, 2.0, 4), soft_cap=2.5, scale=0.3, return_lse=False
@@ -105,8 +76,9 @@ PACKED = dict(
         *(pytest.param(PACKED, name, id=f"packed-{name}") for name in IMPLEMENTATIONS),
     ],
 )
-def test_prefill_fork_and_decode(options, implementation, count_calls):
+def test_prefill_fork_and_decode(options, implementation, count_calls, monkeypatch):
     """Prompts longer than a kernel's queries, ragged rows beside an idle one, branches that copy a block."""
+    monkeypatch.setattr(mosaic_tpu.prefill, "MOST_QUERIES", 8)
 
     def scenario():
         config = config_of(implementation)
@@ -123,7 +95,8 @@ def test_prefill_fork_and_decode(options, implementation, count_calls):
         assert driver.run._cache_size() == 1
 
     run_interpreted(scenario)
-    assert count_calls["paged_decode"] and count_calls["copy_blocks"]
+    assert count_calls["paged_prefill" if options is PADDED else "paged_decode"]
+    assert count_calls["copy_blocks"]
 
 
 @pytest.mark.slow

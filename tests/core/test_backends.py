@@ -141,4 +141,5 @@ def test_registration_refuses_what_cannot_work():
         kv.backends.Backend("test: unmade", None)
     with pytest.raises(TypeError, match="write of backend 'test: unmade' is 3, expected a function"):
         kv.backends.Backend("test: unmade", everywhere, write=3)
-    assert str(NOTHING) == "test: nothing: nothing; xla: decode, prefill, write, copy_blocks"
+    of_xla = "decode, prefill, write, copy_blocks, read_blocks, write_blocks"
+    assert str(NOTHING) == f"test: nothing: nothing; xla: {of_xla}"

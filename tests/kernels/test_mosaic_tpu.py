@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import reference
-from pallas_kernels.mosaic_tpu import decode, paged_decode
-from pallas_kernels.shapes import DECODE_SHAPES, DecodeProblem, DecodeShape
+from pallas_kernels.mosaic_tpu import decode, paged_decode, paged_prefill, prefill, queries_per_row
+from pallas_kernels.shapes import DECODE_SHAPES, PREFILL_SHAPES, DecodeProblem, DecodeShape
 from tests.kernels.tpu_interpreter import run_interpreted
 from tests.support.helpers import newest_unless
 
@@ -18,6 +18,7 @@ pytestmark = pytest.mark.contract
 # The weights are rounded to the pools' dtype before they meet the values.
 TOLERANCE = {"bfloat16": 5e-3, "float32": 3e-6}
 SHAPES = {shape.name: shape for shape in DECODE_SHAPES}
+PREFILLS = {shape.name: shape for shape in PREFILL_SHAPES}
 # These differ from others in numbers alone.
 LIKE_OTHERS = {"block_128", "block_72_f16", "drafts_3x8", "group_1_block_8"}
 
@@ -28,7 +29,7 @@ def for_tpu(shape: DecodeShape) -> DecodeShape:
     return dataclasses.replace(shape, head_dim=max(128, shape.head_dim), dtype=dtype)
 
 
-def check(problem: DecodeProblem) -> None:
+def check(problem: DecodeProblem, kernel=paged_decode) -> None:
     arrays, statics = jax.tree.map(jnp.asarray, problem._replace(options=None)), problem.options
 
     def run(kernel, **keywords):
@@ -39,7 +40,7 @@ def check(problem: DecodeProblem) -> None:
 
         return call
 
-    out, lse = run_interpreted(run(paged_decode, interpret=True), arrays)
+    out, lse = run_interpreted(run(kernel, interpret=True), arrays)
     expected_out, expected_lse = jax.jit(run(reference.paged_decode))(arrays)
     assert out.dtype == lse.dtype == jnp.float32
     tolerance = TOLERANCE[problem.q.dtype.name]
@@ -62,6 +63,29 @@ def test_many_tiles(name, monkeypatch):
 @pytest.mark.parametrize("name", newest_unless(("all",), ("long", "all")))
 def test_large_tiles(name):
     check(for_tpu(SHAPES[name]).problem(seed=1))
+
+
+@pytest.mark.quick_cases("all")
+@pytest.mark.parametrize("name", newest_unless(("all",), list(PREFILLS)))
+def test_prefill(name, monkeypatch):
+    """Of many queries, one head at a time."""
+    shape = for_tpu(PREFILLS[name])
+    monkeypatch.setattr(prefill, "MAX_TILE_LEN", max(128, shape.block_size))
+    check(shape.problem(), paged_prefill)
+
+
+@pytest.mark.parametrize(
+    ("num_queries", "heads", "expected"),
+    [
+        (9, (8, 4, 128), 16),
+        (64, (8, 4, 128), 64),
+        (999, (8, 4, 128), 64),
+        (999, (1, 1, 128), 128),
+        (33, (32, 8, 256), 8),
+    ],
+)
+def test_rows_have_as_many_queries_as_fit(num_queries, heads, expected):
+    assert queries_per_row(num_queries, *heads) == expected
 
 
 @pytest.mark.slow

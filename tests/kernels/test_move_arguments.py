@@ -18,7 +18,7 @@ def shape(*sizes: int, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
 
 i32 = functools.partial(shape, dtype="int32")
 POOL = shape(12, 2, 16, 128)
-GATHER = dict(k_pool=POOL, v_pool=POOL, block_ids=i32(3), count=i32())
+GATHER = dict(k_pool=POOL, v_pool=POOL, block_ids=i32(3))
 COPY = dict(k_pool=POOL, v_pool=POOL, src=i32(3), dst=i32(3), count=i32())
 SCATTER = GATHER | dict(k=shape(3, 3, 2, 16, 128), v=shape(3, 3, 2, 16, 128))
 APPEND = dict(k_pool=POOL, v_pool=POOL, k=shape(5, 2, 128), v=shape(5, 2, 128), slots=i32(5))
@@ -37,8 +37,8 @@ def both(pool: jax.ShapeDtypeStruct) -> dict[str, jax.ShapeDtypeStruct]:
             GATHER | both(shape(13, 2, 16, 128)),
             "13 blocks, expected a multiple of num_blocks",
         ),
-        ("gather_blocks", GATHER | dict(count=i32(1)), r"count is int32\(1,\), expected an int32 scalar"),
-        ("gather_blocks", GATHER | dict(count=shape(dtype="float32")), r"count is float32\(\)"),
+        ("copy_blocks", COPY | dict(count=i32(1)), r"count is int32\(1,\), expected an int32 scalar"),
+        ("copy_blocks", COPY | dict(count=shape(dtype="float32")), r"count is float32\(\)"),
         (
             "gather_blocks",
             GATHER | dict(block_ids=i32(3, 1)),
@@ -52,8 +52,8 @@ def both(pool: jax.ShapeDtypeStruct) -> dict[str, jax.ShapeDtypeStruct]:
         ),
         (
             "scatter_blocks",
-            SCATTER | dict(k=shape(3, 4, 2, 16, 128)),
-            r"k has shape \(3, 4, .* = \(3, 3, 2, 16",
+            SCATTER | dict(k=shape(4, 3, 2, 16, 128)),
+            r"k has shape \(4, 3, .* = \(3, 3, 2, 16",
         ),
         (
             "scatter_blocks",
@@ -127,12 +127,12 @@ def test_what_does_not_fit_is_refused(kernel, arguments, expected):
     [
         ("append_kv", dict(layer=3), "layer is 3, expected 0 <= layer < 3"),
         ("append_kv", dict(layer=-1), "layer is -1, expected 0 <= layer < 3"),
-        ("gather_blocks", dict(count=np.int32(4)), "count is 4, expected 0 to 3, the number of ids"),
+        ("copy_blocks", dict(count=np.int32(4)), "count is 4, expected 0 to 3, the number of ids"),
         ("gather_blocks", dict(num_blocks=4.0), "num_blocks is 4.0, expected an integer"),
     ],
 )
 def test_what_is_known_when_it_is_traced_is_refused(kernel, statics, expected):
-    arguments = {"append_kv": APPEND, "gather_blocks": GATHER}[kernel]
+    arguments = {"append_kv": APPEND, "copy_blocks": COPY, "gather_blocks": GATHER}[kernel]
     shapes = {name: value for name, value in arguments.items() if name not in statics}
     with pytest.raises(ValueError, match=expected):
         jax.eval_shape(
@@ -143,4 +143,4 @@ def test_what_is_known_when_it_is_traced_is_refused(kernel, statics, expected):
 def test_no_blocks_are_gathered():
     arguments = GATHER | dict(block_ids=i32(0))
     k, v = jax.eval_shape(functools.partial(mosaic_tpu.gather_blocks, num_blocks=4), **arguments)
-    assert k.shape == v.shape == (3, 0, 2, 16, 128)
+    assert k.shape == v.shape == (0, 3, 2, 16, 128)

@@ -23,8 +23,7 @@ from tests.aot import tpu, tpu_programs
 from tests.aot.cases import CASES
 from tests.aot.decode_steps import STEPS
 from tests.aot.emulated_cases import cases as emulated_cases
-from tests.aot.operation_programs import operation_programs
-from tests.aot.step_programs import step_programs
+from tests.aot.program_cost import all_programs
 from tests.aot.target import B200, H200, RTX_5090, Target
 from tests.support.sources import ROOT
 
@@ -78,7 +77,7 @@ def compiled_for(*targets: Target) -> str:
 
 
 def compiled_for_hopper() -> str:
-    num_programs = len(operation_programs()) + len(step_programs()) + len(STEPS)
+    num_programs = len(all_programs()) + len(STEPS)
     return f"{compiled_for(H200)} and steps, {num_programs} programs"
 
 
@@ -212,6 +211,11 @@ first needed.
 Kernels take:
 
 {table(("backend", "devices", "keys and values", "head_dim", "block_size"), limits())}
+
+FlashInfer is no backend but a peer in the benchmark: what its decode takes reaches it from XLA by Python in
+each launch, or by C++ that is compiled where it is installed ([NOTES.md](../pallas_kernels/NOTES.md)). On
+TPUs tokamax's paged attention reads keys and values of one array, where they lie in turns head by head, so
+that each call would copy the pools; the prefill of rows of 9 queries and more is our own.
 
 ## Records
 
