@@ -32,6 +32,7 @@ DEPENDENCIES = {"jax", "numpy"}
 OPTIONAL_IMPORTS = {
     "kvcache_jax/inspect/block_map.py": {"matplotlib"},
     "kvcache_jax/processes/event_publisher.py": {"msgspec", "zmq"},
+    "kvcache_jax/tiers/mooncake_store.py": {"mooncake"},
     "kvcache_jax/tiers/tensor_store.py": {"tensorstore"},
     "kvcache_jax/tiers/valkey_store.py": {"valkey"},
 } | {f"kvcache_jax/integrations/{door}.py": {package, "flax", "tqdm"} for door, package in DOORS.items()}
@@ -196,7 +197,7 @@ IMPORT_SCRIPT = """
 """
 BLOCKED = [
     *"flax chex optax orbax safetensors tokenizers matplotlib rich hypothesis pytest".split(),
-    *("tensorstore", "valkey"),
+    *("tensorstore", "valkey", "mooncake"),
 ]
 
 
@@ -281,6 +282,7 @@ def test_wheel_ships_two_typed_packages_that_need_jax_and_numpy():
         "server",
         "tensorstore",
         "valkey",
+        "mooncake",
         "events",
         "serve",
         "lm-eval",

@@ -165,10 +165,10 @@ class Device:
     def compile(self, inboxes: Sequence[Inbox]) -> None:
         """Compiles the program, if all processes have the same one."""
         self._tell("compile", inboxes)
-        lowered = self.lower(inboxes)
-        program = lambda: {"": hashlib.sha256(lowered.as_text().encode()).hexdigest()}  # noqa: E731
+        lowered = functools.cache(lambda: self.lower(inboxes))
+        program = lambda: {"": hashlib.sha256(lowered().as_text().encode()).hexdigest()}  # noqa: E731
         self._team.agree("Engine", "program", program)
-        lowered.compile()
+        lowered().compile()
 
     def launch(self, inboxes: Sequence[Inbox], length: Length, now: int) -> None:
         """Launches a dispatch at the time `now` in ticks.

@@ -18,7 +18,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import jax
@@ -113,12 +113,8 @@ class DistributedTeam(Team):
             raise RuntimeError(
                 "there is no team of one process, expected a call of jax.distributed.initialize() before"
             )
-        if not jax.config.jax_enable_recoverability:  # type: ignore
-            warnings.warn(
-                "where a process ends, jax aborts all others before the team can name it, expected "
-                "JAX_ENABLE_RECOVERABILITY=1 in the environment of all processes",
-                stacklevel=2,
-            )
+        for risk in _risks(timeout_s):
+            warnings.warn(risk, stacklevel=2)
         self._client: Any = client
         self._key = f"kvcache_jax/team {next(_numbers)}/"
         self._exits, self._timeout_s, self._pause_s = exits, timeout_s, min(timeout_s / 5, 1.0)
@@ -187,12 +183,18 @@ class DistributedTeam(Team):
         """Compares what all processes know under the same names, in a call that each makes."""
         if not self._runs:
             self._call = self._call[0] + 1, call
-        key, mine = f"{self._key}agree {self._num_agreed}/", {**marks()}
+        key, me = f"{self._key}agree {self._num_agreed}/", jax.process_index()
         self._num_agreed += 1
-        me = jax.process_index()
+        try:
+            mine: Any = {**marks()}
+        except Exception as error:  # the others wait for the marks
+            self._client.key_value_set_bytes(f"{key}{me}", pickle.dumps(_last_line(error)))
+            raise
         self._client.key_value_set_bytes(f"{key}{me}", pickle.dumps(mine))
         for process in range(jax.process_count()):
             others = pickle.loads(self._get(f"{key}{process}"))
+            if isinstance(others, str):
+                raise Disagreement(f"process {process} fails in {call}, and this one does not: {others}")
             same = mine.keys() & others.keys()
             different = sorted(name for name in same if mine[name] != others[name])
             if different or mine.keys() ^ others.keys() and not same:
@@ -254,8 +256,7 @@ class DistributedTeam(Team):
                 self._runs = False
 
     def _note_failure(self, error: Exception) -> None:
-        line = str(error).strip().splitlines()[-1:]  # the last one of a traceback
-        text = f"{self._num_orders} {int(_is_symptom(error))} {''.join(line) or repr(error)}"
+        text = f"{self._num_orders} {int(_is_symptom(error))} {_last_line(error)}"
         key = f"{self._key}failed/{jax.process_index()}"
         self._client.key_value_set_bytes(key, text.encode(), allow_overwrite=True)
 
@@ -331,6 +332,34 @@ class DistributedTeam(Team):
         return None
 
 
+def _risks(timeout_s: float) -> Iterator[str]:
+    """Says which settings leave processes without a word, or waiting, where another one is lost or slow."""
+    if not jax.config.jax_enable_recoverability:  # type: ignore
+        yield (
+            "JAX_ENABLE_RECOVERABILITY is off: where a process ends, jax aborts all others before the team "
+            "can name it, expected JAX_ENABLE_RECOVERABILITY=1 in the environment of all processes"
+        )
+    if jax.default_backend() != "cpu":
+        return
+    flag = "--xla_cpu_collective_timeout_seconds"
+    found = re.findall(rf"{flag}=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    if not found:
+        yield (
+            f"XLA_FLAGS has no {flag}: where a process is lost, calls outside of an engine, such as "
+            f"kv.generate, wait half an hour for it, expected {flag}=N, more than timeout_s = {timeout_s:g}"
+        )
+    elif int(found[-1]) <= timeout_s:
+        yield (
+            f"{flag} is {found[-1]}: where a process is slow for as long, and not lost, the others fail, "
+            f"expected more than timeout_s = {timeout_s:g}"
+        )
+
+
+def _last_line(error: Exception) -> str:
+    """Returns the last line of an error, which may be a traceback."""
+    return "".join(str(error).strip().splitlines()[-1:]) or repr(error)
+
+
 def _error_of(data: jax.Array) -> Exception | None:
     try:
         data.block_until_ready()
@@ -360,6 +389,8 @@ def _leave(
 ) -> None:
     """Ends with the others, of a forgotten team too; the leader last, for without its service they abort."""
     team, state = of(), distributed.global_state
+    if team is not None:
+        team._call = team._call[0] + 1, "exit"  # so that one that goes on is told, and does not wait
     is_whole = state.client is client and (team is None or team._lost is None)
     try:
         if is_whole:

@@ -133,6 +133,9 @@ class EventPublisher(Attachment, contextlib.AbstractContextManager):
     def _bound(self, stack: contextlib.ExitStack, kind: int, address: str) -> tuple[Any, str]:
         socket = stack.enter_context(self._context.socket(kind))
         socket.linger = 1000  # milliseconds that closing waits for the network
+        if kind == self._zmq.ROUTER:
+            # However slowly a client reads, it gets all that is kept.
+            socket.sndhwm = self._waiting.maxsize + 1
         try:
             socket.bind(address)
         except self._zmq.ZMQError as error:

@@ -17,6 +17,7 @@ from kvcache_jax.tiers.host_operations import (
     prefetch,
 )
 from kvcache_jax.tiers.load_blocks import load
+from kvcache_jax.tiers.mooncake_store import MooncakeStore
 from kvcache_jax.tiers.peer_store import PeerStore, take
 from kvcache_jax.tiers.save_blocks import save
 from kvcache_jax.tiers.stored_block import digest
@@ -32,6 +33,7 @@ __all__ = [
     "Host",
     "HostStats",
     "MemoryStore",
+    "MooncakeStore",
     "PeerStore",
     "StoreReport",
     "TensorStore",

@@ -35,6 +35,7 @@ from tests.engine import exact_model
 from tests.engine.exact_engine import SIZES, expect, num_cached, serve
 from tests.engine.exact_model import DIM, make_params, random_request
 from tests.engine.exact_model import forward_of_halves as forward
+from tests.processes import rounding_model
 from tests.processes.same_calls import CALLED, CALLS
 
 TIMEOUT_S, LONG_TIMEOUT_S = 5.0, 60.0
@@ -69,47 +70,52 @@ def make_engine(
     return team, kv.Engine(model, params or make_params(), config, **SIZES | options, placement=placement)
 
 
-def mixes(size):
+def mixes(size, num):
     """Mixes one after the other; between them weights change, and the memory is given back and taken."""
     team, engine = make_engine(size, timeout_s=LONG_TIMEOUT_S)
     rng, num_done = np.random.default_rng(5), 0
-    for round_ in range(8):
+    for round_ in range(int(num)):
         shift = round_ // 2 % 2
         if round_ % 2 == 0 and round_:
             engine.set_params(make_params(shift))
 
         def lead(shift=shift, round_=round_):
-            requests = [random_request(rng, (round_, i)) for i in range(25)]
-            if round_ in (1, 5):
-                engine.release(keep=round_ == 5)
-                engine.push(requests[:3])
+            requests = [random_request(rng, (round_, i)) for i in range(int(rng.integers(1, 9)))]
+            num_before = int(rng.integers(0, 4))  # pushed before what happens to the engine
+            if round_ % 8 in (1, 5):
+                engine.release(keep=round_ % 8 == 5)
+                engine.push(requests[:num_before])
                 engine.restore()
-                expect(serve(engine, requests[3:]), requests, shift=shift)
-            elif round_ == 3:
-                engine.push(requests[:5])
+            elif round_ % 8 == 3:
+                engine.push(requests[:num_before])
                 engine.drain(2)
                 engine.reset()
-                expect(serve(engine, requests[5:]), requests, shift=shift)
             else:
-                expect(serve(engine, requests), requests, shift=shift)
+                num_before = 0
+            expect(serve(engine, requests[num_before:]), requests, shift=shift)
             return len(requests)
 
         num_done += team.run(lead) or 0
     if team.is_leader:
         counts = engine.figures().counts
         print(json.dumps({"requests": num_done, "preemptions": counts[kv.engine.Counter.PREEMPTIONS]}))
+    invariant = functools.partial(make_engine, size, lambda **_: team, rounding_model.forward)
+    engine = invariant(params=rounding_model.make_params(), batch_invariant=True)[1]
+    said = team.run(lambda: rounding_model.bits_of(engine, rounding_model.REQUESTS))
+    if team.is_leader:
+        print(json.dumps({"bits": said}))
 
 
 class Doomed(kv.processes.DistributedTeam):
-    """A team whose process 1 does something before the order with a certain number."""
+    """A team whose process 1 does something before orders with certain numbers; the first is to compile."""
 
-    at, deed = 0, staticmethod(lambda: None)
+    at, deed = (0,), staticmethod(lambda: None)
     num_obeyed = 0
 
     def join(self, obey):
         def obey_or(*order):
             self.num_obeyed += 1
-            if self.num_obeyed == self.at:
+            if self.num_obeyed in self.at:
                 self.deed()
             obey(*order)
 
@@ -138,7 +144,7 @@ def serve_one_mix(team, engine):
 
 def between(size, name):
     """Process 1 gets a signal between two dispatches."""
-    Doomed.at, Doomed.deed = 4, staticmethod(lambda: send_signal(name))
+    Doomed.at, Doomed.deed = (4,), staticmethod(lambda: send_signal(name))
     serve_one_mix(*make_engine(size, Doomed))
 
 
@@ -148,8 +154,8 @@ def within(size, name):
 
 
 def late(size, seconds):
-    """Process 1 is late, by more than silence would be excused."""
-    Doomed.at, Doomed.deed = 4, staticmethod(lambda: time.sleep(float(seconds)))
+    """Process 1 is late, by more than silence would be excused: with its program, and with a dispatch."""
+    Doomed.at, Doomed.deed = (1, 4), staticmethod(lambda: time.sleep(float(seconds)))
     serve_one_mix(*make_engine(size, Doomed))
 
 
@@ -202,36 +208,41 @@ class KnownHashes(kv.processes.EventPublisher):
             }
 
 
-def attached(size, path):
-    """A new engine computes of prompts that an earlier one committed what a warm one would, by a store.
+def attached(size, path, run):
+    """New processes compute of prompts that others committed what a warm engine would, by a store.
 
-    The new one has the tokens of each block, and so the context, in all processes.
+    Process 1 of the first ones is killed. The second ones have the tokens of each block, and so the context,
+    in all processes.
     """
     store, prompts = kv.tiers.DirectoryStore(path), [[i, *range(1, 12)] for i in range(4)]
     requests = [kv.GenerationRequest(prompt, 5, id=i) for i, prompt in enumerate(prompts)]
     others = [random_request(np.random.default_rng(7), (0, i)) for i in range(12)]
-    team, engine = make_engine(size, timeout_s=LONG_TIMEOUT_S)
-    cached, hits = [], []
+    if run == "first":
+        mixes, (team, engine) = [requests, requests, others], make_engine(size, timeout_s=15.0)
+    else:
+        mixes, axes = [requests, others], ("context", "rows")
+        team, engine = make_engine(size, model=exact_model.forward, axes=axes, timeout_s=LONG_TIMEOUT_S)
 
-    def lead(is_new):
+    def lead():
         publisher, link = KnownHashes(), kv.tiers.AttachedStore(store, weights="w", timeout=60.0)
         engine.attach(link)
         engine.attach(publisher)
-        for mix in [requests, others] if is_new else [requests, requests, others]:
-            cached.append(num_cached(engine, mix))
-            hits.append(int(engine.metrics()["vllm:external_prefix_cache_hits"]))
+        cached = [num_cached(engine, mix) for mix in mixes]
         publisher.are_right(engine)
-        assert link.close(60) and not link.report().reasons and link.num_dropped == 0
+        link.flush()
+        assert not link.report().reasons and link.num_dropped == 0
+        hits = int(engine.metrics()["vllm:external_prefix_cache_hits"])
+        print(json.dumps({"cached": cached, "hits": hits}), flush=True)
 
-    team.run(lambda: lead(False))
+    team.run(lead)
     if not team.is_leader:
         with contextlib.suppress(RuntimeError):
             engine.attach(kv.engine.Attachment())
             raise AssertionError("the leader alone has attachments")
-    engine = make_engine(size, lambda **_: team, exact_model.forward, axes=("context", "rows"))[1]
-    team.run(lambda: lead(True))
-    if team.is_leader:
-        print(json.dumps({"cached": cached, "hits": hits}))
+    if run == "first":
+        if not team.is_leader:
+            send_signal("KILL")
+        serve_one_mix(team, engine)
 
 
 def calls(size, _):
@@ -274,25 +285,57 @@ def leaving(size, seconds):
         jax.distributed.shutdown = lambda: (time.sleep(float(seconds)), shutdown())
 
 
-def differing(size, what):
-    """Process 1 has other parameters, options or calls: each is named before anything runs."""
+def differing(size, _):
+    """Process 1 has other parameters, sizes, options or calls, or fails: each is named, and nothing runs."""
     is_other = jax.process_index() == 1
-    try:
-        if what == "params":
-            make_engine(size, params=make_params(int(is_other)))
-        elif what == "program":
-            team, engine = make_engine(size, token_budget=12 + 4 * is_other)
-            team.run(lambda: serve(engine, [random_request(np.random.default_rng(7), 0)]))
-        else:
-            team, engine = make_engine(size)
-            if not is_other:
-                engine.set_params(make_params(1))
-            team.run(lambda: serve(engine, [random_request(np.random.default_rng(7), 0)]))
-        said = ""
-    except (ValueError, RuntimeError) as error:
-        said = str(error)
-    print(json.dumps({"said": said}), flush=True)
-    os._exit(0)
+    requests = [random_request(np.random.default_rng(7), 0)]
+
+    def raising(*arguments, **named):
+        if is_other:
+            raise OSError("a file of the model is missing")
+        return forward(*arguments, **named)
+
+    def calls():
+        team, engine = make_engine(size, functools.partial(kv.processes.DistributedTeam, exits=False))
+        if not is_other:
+            engine.set_params(make_params(1))
+        team.run(lambda: serve(engine, requests))
+
+    def told(**options):
+        team, engine = make_engine(size, **options)
+        team.run(lambda: serve(engine, requests))
+
+    def exits():
+        if is_other:
+            team = kv.processes.DistributedTeam()
+            raise OSError(f"process 1 ends by an error of its own, of which {team} is not told")
+        make_engine(size)
+
+    limits = dataclasses.replace(SIZES["limits"], max_requests=7 + is_other)
+    deeds = {
+        "params": lambda: make_engine(size, params=make_params(int(is_other))),
+        "program": lambda: told(token_budget=12 + 4 * is_other),
+        "sizes": lambda: told(limits=limits),
+        "failure": lambda: told(model=raising),
+        "calls": calls,
+        "exit": exits,
+    }
+    for what, do in deeds.items():
+        begun = time.monotonic()
+        try:
+            do()
+        except (ValueError, RuntimeError) as error:
+            print(json.dumps({what: str(error), "seconds": time.monotonic() - begun}), flush=True)
+    if not is_other:
+        os._exit(0)
+
+
+def headless(size, _):
+    """The leader is killed: the coordination service was in it."""
+    team = kv.processes.DistributedTeam()
+    if team.is_leader:
+        send_signal("KILL")
+    team.run(lambda: None)
 
 
 def end_with(parent):

@@ -3,9 +3,14 @@
 import queue
 import struct
 import sys
+import time
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+import kvcache_jax as kv
 from kvcache_jax.processes import (
     AllBlocksCleared,
     BlockRemoved,
@@ -13,6 +18,7 @@ from kvcache_jax.processes import (
     EventPublisher,
     IndexFollower,
 )
+from tests.processes.router import Router, texts_of
 from tests.support.prefix_user import CONFIG, PrefixUser
 
 msgspec, zmq = pytest.importorskip("msgspec"), pytest.importorskip("zmq")
@@ -93,12 +99,13 @@ def subscribed(context, publisher, topic=""):
     raise AssertionError("no message came in 10 s")
 
 
-def replayed(context, publisher, first):
+def replayed(context, publisher, first, reads_after=0.0):
     """Asks for all messages from a number on."""
     with context.socket(zmq.DEALER) as socket:
         socket.linger = 0
         socket.connect(publisher.replay_endpoint)
         socket.send_multipart((b"", struct.pack(">q", first)))
+        time.sleep(reads_after)
         found = []
         while True:
             empty, number, payload = received(socket)
@@ -135,6 +142,19 @@ def test_a_subscriber_decodes_what_was_published_and_gets_again_what_it_missed(c
         publisher.publish(EVENTS)
 
 
+def test_a_replay_is_whole_for_a_client_that_reads_late(context):
+    """Of more messages than a socket queues by itself, and of more bytes than the network takes at once."""
+    event = BlockStored((1,), None, (70_000,) * 2000, 2000, "GPU", "")
+    with EventPublisher("tcp://127.0.0.1:*", replay="tcp://127.0.0.1:*") as publisher:
+        for nth in range(6000):
+            publisher.publish([event._replace(block_hashes=(nth,))])
+        publisher.publish([AllBlocksCleared()])
+        while publisher._number < 6001:
+            time.sleep(0.01)
+        found = replayed(context, publisher, 0, reads_after=1.0)
+    assert [number for number, _ in found] == [*range(6001)]
+
+
 def test_the_last_batches_alone_are_kept(context):
     with EventPublisher("tcp://127.0.0.1:*", replay="tcp://127.0.0.1:*", max_batches=4) as publisher:
         with subscribed(context, publisher) as socket:
@@ -144,6 +164,54 @@ def test_the_last_batches_alone_are_kept(context):
                     pass
             kept = [decoded(payload).events[0].block_hashes for _, payload in replayed(context, publisher, 0)]
     assert kept == [[5], [6], [7], [8]]
+
+
+@pytest.mark.slow
+def test_events_that_are_replayed_from_the_start_rebuild_the_index_after_10_000_requests(context):
+    """Four at a time, which begin alike; their blocks are evicted again and again."""
+    config = kv.CacheConfig(
+        [kv.FullAttention(1, 5)],
+        num_blocks=24,
+        block_size=2,
+        max_seqs=4,
+        max_seq_len=10,
+        enable_prefix_caching=True,
+    )
+
+    @jax.jit
+    def serve(cache, tokens):
+        rows, lengths = jnp.arange(4), jnp.full(4, 10)
+        cache, admission = kv.allocate(cache, rows, lengths, tokens=tokens)
+        new = jax.vmap(jnp.roll)(tokens, -admission.num_cached)
+        cache, _ = kv.extend(cache, lengths - admission.num_cached, max_new=10, tokens=new)
+        return kv.free(kv.commit(cache)[0], rows)[0]
+
+    rng, cache, address, end = np.random.default_rng(0), kv.init(config), "tcp://127.0.0.1:*", Removed([], "")
+    with EventPublisher(address, replay=address) as publisher:
+        for nth in range(2500):
+            cache = serve(cache, rng.integers(0, 3, (4, 10)).astype(np.int32))
+            if nth % 2:  # two calls between two looks, as a dispatch has several steps
+                publisher.look(cache)
+        publisher.publish([BlockRemoved((), "")])
+        batches = []
+        while not batches or batches[-1].events != [end]:
+            batches = [decoded(payload) for _, payload in replayed(context, publisher, 0)]
+    router = Router()
+    for batch in batches[:-1]:
+        router.apply(map(told, batch.events))
+    assert router.texts() == texts_of(cache) and len(router.blocks["GPU"]) > 15
+    assert len(batches) > 1000 and int(kv.stats(cache).num_evictions) > 10_000
+
+
+def told(event):
+    """A decoded event as the library tells it."""
+    match event:
+        case Stored():
+            parts = tuple(event.block_hashes), event.parent_block_hash, tuple(event.token_ids)
+            return BlockStored(*parts, event.block_size, event.medium, "")
+        case Removed():
+            return BlockRemoved(tuple(event.block_hashes), event.medium)
+    return AllBlocksCleared()
 
 
 def test_subscribers_are_told_of_all_blocks_again_after_some_were_not_sent(monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 
 import kvcache_jax as kv
 from kvcache_jax import testing
-from tests.support.prefix_user import CONFIG, TENANT_A, PrefixUser
+from tests.support.prefix_user import CONFIG, TENANT_A, TENANT_B, PrefixUser
 
 pytestmark = pytest.mark.contract
 
@@ -109,6 +109,27 @@ def test_a_namespace_is_found_by_its_name_alone(store):
         cold.cache, is_done = link.find(cold.cache, prompt, space)
         assert is_done and cold.lookup(prompt, space) == hit
     assert link.close()
+
+
+def test_a_store_of_one_namespace_sees_no_other(store):
+    store.may_answer.set()
+    user, link = served((1, 9), namespace=TENANT_A), attached(store, namespace=TENANT_A)
+    prompt = user.new_text(1, 9)
+    user.start(0, user.new_text(2, 9))
+    user.start(1, user.new_text(3, 9), TENANT_B)
+    assert link.save(user.cache).num_saved == 2
+    link.flush()
+    # They are not listed for those who name no namespace.
+    assert kv.tiers.load(store, kv.init(CONFIG), weights="w")[1].num_loaded == 0
+    cold = PrefixUser(CONFIG)
+    for space in (None, TENANT_B):
+        assert link.find(cold.cache, prompt, space)[1]  # at once
+    assert not link.find(cold.cache, prompt, TENANT_A)[1]
+    link.flush()
+    cold.cache, is_done = link.find(cold.cache, prompt, TENANT_A)
+    assert is_done and cold.lookup(prompt, TENANT_A) == 8
+    again, report = link.load(kv.init(CONFIG))
+    assert report.num_loaded == 2 and not report.reasons and link.close()
 
 
 @pytest.mark.slow

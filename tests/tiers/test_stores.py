@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -21,21 +22,52 @@ KEYS = [f"{i * 2654435761 % 2**32:08x}{i:056x}" for i in range(40)]
 
 # A server that is installed here is tried, beside the part of one in `valkey_server.py`.
 SERVERS = [name for name in ("redis-server", "valkey-server") if shutil.which(name)]
-STORES = ["memory", "directory", "ocdbt", "tensorstore file", "valkey", *SERVERS]
+STORES = ["memory", "directory", "ocdbt", "limited ocdbt", "tensorstore file", "mooncake", "valkey", *SERVERS]
 
 
 @contextlib.contextmanager
 def opened(name, folder):
     if name in ("memory", "directory"):
         yield kv.tiers.MemoryStore() if name == "memory" else DirectoryStore(folder / "a" / "b")
-    elif name == "ocdbt":
-        yield kv.tiers.TensorStore(folder / "a" / "b")
+    elif name.endswith("ocdbt"):
+        yield kv.tiers.TensorStore(folder / "a" / "b", max_bytes=2**20 if "limited" in name else None)
     elif name == "tensorstore file":
         yield kv.tiers.TensorStore({"driver": "file", "path": f"{folder}/a/"})
+    elif name == "mooncake":
+        with mooncake_pool(folder) as master, contextlib.closing(join(master)) as store:
+            yield store
     else:
         path = folder / "socket"
         with serving(path) if name == "valkey" else running(name, path):
             yield kv.tiers.ValkeyStore(f"unix://{path}", timeout=30.0)
+
+
+def join(master):
+    return kv.tiers.MooncakeStore(master, segment_bytes=2**26, buffer_bytes=2**22)
+
+
+def is_served(port):
+    with socket.socket() as opened:
+        return opened.connect_ex(("127.0.0.1", port)) == 0
+
+
+@contextlib.contextmanager
+def mooncake_pool(folder):
+    """Runs a master of Mooncake's pool; skips the test where it cannot be imported."""
+    pytest.importorskip("mooncake.store", exc_type=ImportError)
+    with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as second:
+        port, other = (each.getsockname()[1] for each in (first, second))
+    options = [f"--rpc_port={port}", f"--metrics_port={other}", "--rpc_address=127.0.0.1"]
+    with open(folder / "log", "wb") as log:
+        process = subprocess.Popen([sys.executable, "-m", "mooncake.cli", *options], stdout=log, stderr=log)
+        try:
+            while not is_served(port):
+                assert process.poll() is None
+                time.sleep(0.05)
+            yield f"127.0.0.1:{port}"
+        finally:
+            process.kill()
+            process.wait()
 
 
 @contextlib.contextmanager
@@ -92,10 +124,16 @@ def test_a_store_of_the_network_that_is_down(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("make", "package"), [(kv.tiers.TensorStore, "tensorstore"), (kv.tiers.ValkeyStore, "valkey")]
+    ("make", "package"),
+    [
+        (kv.tiers.TensorStore, "tensorstore"),
+        (kv.tiers.ValkeyStore, "valkey"),
+        (kv.tiers.MooncakeStore, "mooncake"),
+    ],
 )
 def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch, make, package):
-    monkeypatch.setitem(sys.modules, package, None)
+    for name in (package, f"{package}.store"):
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(
         ImportError, match=rf"of the extra `{package}`: pip install 'kvcache_jax\[{package}\]'"
     ):
@@ -104,7 +142,11 @@ def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch, make, pa
 
 @pytest.mark.parametrize("max_bytes", [0, -1, 1.5, "1"])
 def test_a_limit_that_is_none_is_refused(tmp_path, max_bytes):
-    for make in (kv.tiers.MemoryStore, lambda max_bytes: DirectoryStore(tmp_path, max_bytes=max_bytes)):
+    for make in (
+        kv.tiers.MemoryStore,
+        lambda max_bytes: DirectoryStore(tmp_path, max_bytes=max_bytes),
+        lambda max_bytes: kv.tiers.TensorStore(tmp_path, max_bytes=max_bytes),
+    ):
         with pytest.raises(ValueError, match="max_bytes is .*, expected a positive int"):
             make(max_bytes=max_bytes)
 
@@ -121,6 +163,53 @@ def test_values_used_longest_ago_make_room(tmp_path):
         assert [*store.contains(KEYS[:14])] == [True] * 3 + [False] * 4 + [True] * 7
         store.put([(KEYS[20], b"x" * 1000)])  # more than there is room for
         assert not any(store.contains(KEYS[20:21]))
+
+
+def test_a_pool_of_mooncake_serves_all_who_joined_it(tmp_path):
+    with mooncake_pool(tmp_path) as master:
+        reader, writer = join(master), join(master)
+        large = np.random.default_rng(0).bytes(900_000)
+        writer.put([(key, large) for key in KEYS[:6]])  # more than a buffer
+        assert read(reader, KEYS[:7]) == [large] * 6 + [None]
+        keys = [f"{nth:064x}" for nth in range(270)]
+        for nth in range(0, 270, 9):
+            with contextlib.suppress(OSError):  # full, until the master has made room
+                writer.put([(key, large) for key in keys[nth : nth + 9]])
+        assert 20 < sum(writer.contains(keys)) < 2 * 2**26 // 900_000
+        reader.close()
+        with pytest.raises(OSError, match="the pool was left"):
+            reader.contains(KEYS[:1])
+    for call in (lambda: join(master), lambda: writer.contains(keys), lambda: writer.put([(keys[0], b"")])):
+        with pytest.raises(OSError, match="refused|expected a master and room in the pool"):
+            call()
+
+
+def num_bytes_in(folder):
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+@pytest.mark.parametrize("driver", ["ocdbt", "file", "memory"])
+def test_what_was_not_read_for_half_of_the_limit_makes_room_in_a_tensorstore(tmp_path, driver):
+    """Two processes share it, by turns; a new one goes on with what they left."""
+    memory, files = {"driver": "memory"}, {"driver": "file", "path": f"{tmp_path}/"}
+    place = {"ocdbt": tmp_path, "file": files, "memory": memory}[driver]
+    limit, value = 200_000, np.random.default_rng(0).bytes(10_000)
+    stores = [kv.tiers.TensorStore(place, max_bytes=limit) for _ in range(1 if driver == "memory" else 2)]
+    for nth, key in enumerate(KEYS):
+        store = stores[nth % len(stores)]
+        store.put([(key, value[nth:])])
+        assert read(store, KEYS[:1]) == [value]  # of use all the time
+        assert num_bytes_in(tmp_path) <= 1.1 * limit  # with what databases take themselves
+    if driver != "memory":
+        stores.append(kv.tiers.TensorStore(place, max_bytes=limit))
+    for store in stores:
+        held = [*store.contains(KEYS)]
+        assert held[0] and not any(held[1:20]) and all(held[-9:]) and 10 <= sum(held) <= 20
+        assert read(store, KEYS) == [value[nth:] if is_held else None for nth, is_held in enumerate(held)]
+        store.remove(KEYS[-2:])
+        store.put([(KEYS[-3], b"x" * limit)])  # more than there is room for
+        assert read(store, KEYS[-3:]) == [None] * 3
+        store.put([(key, value[nth:]) for nth, key in enumerate(KEYS)][-3:])
 
 
 def test_a_directory_of_something_else_is_refused(tmp_path):
