@@ -19,7 +19,7 @@ from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import Cache
 from kvcache_jax.tiers.block_store import BlockStore, MemoryStore
 from kvcache_jax.tiers.catalogue import Questions, StoreReport
-from kvcache_jax.tiers.load_blocks import entries_of, load, load_entries, on_device, slots_of
+from kvcache_jax.tiers.load_blocks import entries_of, load, load_entries, on_device, slots_of, words_of
 from kvcache_jax.tiers.published import (
     Entry,
     Keyed,
@@ -100,6 +100,7 @@ class AttachedStore(Attachment):
         max_queued: int = 64,
         max_bytes: int | None = 2**28,
         timeout: float = 1.0,
+        namespace: ArrayLike | None = None,
     ):
         """Starts the thread.
 
@@ -110,7 +111,9 @@ class AttachedStore(Attachment):
           max_bytes: Bytes that were read and not yet asked for, of each shard of a mesh.
           timeout: Seconds after which a prompt waits no longer; while the store takes longer for one job, no
             prompt is looked up.
+          namespace: u32[4], the only one that is saved and found. Default: all.
         """
+        self._namespace = namespace_digits(namespace)
         self._store, self._weights, self._questions = store, checked_weights(weights), Questions(store)
         # Prompts go first, and `None`, the end, last.
         self._jobs: queue.PriorityQueue[tuple[int, int, Callable[[], None] | None]] = queue.PriorityQueue()
@@ -129,7 +132,8 @@ class AttachedStore(Attachment):
 
     def load(self, cache: Cache) -> tuple[Cache, StoreReport]:
         """Loads what was saved, see `load`; waits for the store. The cache is donated."""
-        cache, report = load(self._store, cache, weights=self._weights)
+        words = None if self._namespace is None else words_of(self._namespace)
+        cache, report = load(self._store, cache, weights=self._weights, namespace=words)
         self._update(cache)
         self._written |= self._looks[shard_of(cache)].held.keys()
         return cache, report
@@ -195,6 +199,8 @@ class AttachedStore(Attachment):
         require_stored("find", cache)
         tokens = token_arguments.host_tokens("prompt", prompt)
         words = namespace_digits(namespace) or "0" * 32
+        if self._namespace not in (None, words):
+            return cache, True
         name = shard_of(cache), words, tokens.tobytes()
         now, search = time.monotonic(), self._searches.get(name)
         if search is None:
@@ -242,7 +248,8 @@ class AttachedStore(Attachment):
     def _update(self, cache: Cache) -> set[int]:
         """Reads the index; lists the blocks that are new, or have new ones linked to them."""
         blocks, look = read_blocks(cache), self._looks[shard_of(cache)]
-        scopes = scopes_of(cache, self._weights, namespaces_of(blocks))
+        names = namespaces_of(blocks) if self._namespace is None else [self._namespace]
+        scopes = scopes_of(cache, self._weights, names)
         new = set(look.named.update(blocks, keyed_by(scopes, cache.config.indexed_group)))
         for links, before in zip(blocks.links, look.links or [None] * len(blocks.links), strict=True):
             if links is not None and before is not None and len(links) == len(before):
@@ -320,7 +327,7 @@ class AttachedStore(Attachment):
                 # To list blocks is to write the whole list: it is done when there is nothing else to do.
                 if self._to_list and (kind == _END or self._jobs.empty()):
                     listed, self._to_list = self._to_list, {}
-                    write_lists(self._questions, listed, is_open=True)
+                    write_lists(self._questions, listed, is_open=self._namespace is None)
             finally:
                 self._began_at = None
                 self._jobs.task_done()

@@ -7,7 +7,7 @@ import pytest
 
 import kvcache_jax as kv
 from kvcache_jax import testing
-from tests.support.prefix_user import CONFIG, TENANT_A, PrefixUser
+from tests.support.prefix_user import CONFIG, TENANT_A, TENANT_B, PrefixUser
 
 pytestmark = pytest.mark.contract
 
@@ -109,6 +109,24 @@ def test_a_namespace_is_found_by_its_name_alone(store):
         cold.cache, is_done = link.find(cold.cache, prompt, space)
         assert is_done and cold.lookup(prompt, space) == hit
     assert link.close()
+
+
+def test_a_store_may_be_opened_for_one_namespace(store):
+    """The others' blocks are neither saved nor found, nor are its own by who opens the store for another."""
+    store.may_answer.set()
+    user = served((1, 9), namespace=TENANT_A)
+    user.start(0, user.new_text(2, 13), TENANT_B)
+    ours, theirs = attached(store, namespace=TENANT_A), attached(store, namespace=TENANT_B)
+    assert ours.save(user.cache).num_saved == 2
+    ours.flush()
+    prompt, cold = user.new_text(1, 9), PrefixUser(CONFIG)
+    cold.cache, is_done = theirs.find(cold.cache, prompt, TENANT_A)
+    assert is_done and cold.lookup(prompt, TENANT_A) == 0
+    assert kv.tiers.load(store, kv.init(CONFIG), weights="w")[1].num_loaded == 0
+    assert theirs.load(kv.init(CONFIG))[1].num_loaded == 0
+    cold.cache, report = ours.load(cold.cache)
+    assert report.num_loaded == 2 and cold.lookup(prompt, TENANT_A) == 8
+    assert ours.close() and theirs.close()
 
 
 @pytest.mark.slow
