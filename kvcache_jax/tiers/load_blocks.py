@@ -46,7 +46,7 @@ from kvcache_jax.tiers.stored_block import (
 )
 
 _THREADS, _LEAST_BYTES = 4, 2**18
-"""In which blocks are verified that have so many bytes: for smaller ones threads wait for each other."""
+"""Threads that verify blocks of so many bytes. One verifies smaller ones: several wait for each other."""
 _MISSING, _ALIGNMENT = "missing", 64
 
 type _Verified = dict[str, BlockName | str]
@@ -153,8 +153,7 @@ def on_device(cache: Cache, texts: Sequence[Sequence[int]], namespace: str) -> C
         for text in texts:
             tokens = np.zeros((1, width), np.int32)
             tokens[0, : len(text)] = text[:width]
-            words = _words_of(namespace).astype(np.uint32)
-            cache, _ = prefetch(cache, tokens, [min(len(text), width)], words)
+            cache, _ = prefetch(cache, tokens, [min(len(text), width)], words_of(namespace))
     return cache.config.keeper.settle(cache)
 
 
@@ -248,7 +247,7 @@ class _Loading:
     def _read(
         self, batch: Sequence[_Planned], contents: "_Contents", threads: ThreadPoolExecutor
     ) -> Iterable[_Verified]:
-        """Reads a batch; what it returns verifies it and fills contents. Threads do so with large blocks."""
+        """Reads a batch; threads verify it and fill contents while the device publishes the one before."""
         asked = [
             (row, entry, planned)
             for row, planned in enumerate(batch)
@@ -256,10 +255,13 @@ class _Loading:
         ]
         values = self._questions.get([entry.key for _, entry, _ in asked])
         contents.clear()
+        are_large = max((len(value) for value in values if value is not None), default=0) >= _LEAST_BYTES
+        num_threads = _THREADS if are_large else 1
 
         def verify(nth: int) -> _Verified:
             found: _Verified = {}
-            for (row, entry, planned), data in zip(asked[nth::_THREADS], values[nth::_THREADS], strict=True):
+            mine = asked[nth::num_threads], values[nth::num_threads]
+            for (row, entry, planned), data in zip(*mine, strict=True):
                 if data is None:
                     found[entry.key] = _MISSING
                     continue
@@ -275,8 +277,7 @@ class _Loading:
                     found[entry.key] = name
             return found
 
-        are_large = max((len(value) for value in values if value is not None), default=0) >= _LEAST_BYTES
-        return (threads.map if are_large else map)(verify, range(_THREADS))
+        return threads.map(verify, range(num_threads))
 
     def _publish(
         self, contents: "_Contents", batch: Sequence[_Planned], verified: Iterable[_Verified]
@@ -419,14 +420,15 @@ class _Contents:
         """Says that a block and those linked to it are there."""
         self.whole.num_tokens[row] = len(text)
         self.whole.tokens[row, : len(text)] = text[: self.whole.tokens.shape[1]]
-        self.whole.namespace[row] = _words_of(namespace)
+        self.whole.namespace[row] = words_of(namespace)
         for entry in entries:
             self.whole.is_held[entry.group_id][row, entry.slot] = True
 
 
 @functools.lru_cache(64)
-def _words_of(namespace: str) -> np.ndarray:
-    return np.frombuffer(bytes.fromhex(namespace), "<u4")
+def words_of(namespace: str) -> np.ndarray:
+    """Reads a namespace, u32[4], from 32 hexadecimal digits."""
+    return np.frombuffer(bytes.fromhex(namespace), "<u4").astype(np.uint32)
 
 
 def _bytes_of(values: np.ndarray) -> np.ndarray:

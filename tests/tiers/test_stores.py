@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import resource
 import shutil
 import socket
 import subprocess
@@ -138,6 +139,20 @@ def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch, make, pa
         ImportError, match=rf"of the extra `{package}`: pip install 'kvcache_jax\[{package}\]'"
     ):
         make("unix:///nowhere")
+
+
+def test_a_value_that_there_is_no_room_for_leaves_the_old_one(tmp_path):
+    """A limit on the size of files in place of a full disk: the write ends in the middle."""
+    store, (soft, hard) = DirectoryStore(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    store.put([(KEYS[0], b"old")])
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            store.put([(KEYS[0], bytes(4000))])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert bytes(store.get([KEYS[0]])[0] or b"") == b"old"
+    assert [file.name for file in (tmp_path / KEYS[0][:2]).iterdir()] == [KEYS[0][2:]]
 
 
 @pytest.mark.parametrize("max_bytes", [0, -1, 1.5, "1"])
