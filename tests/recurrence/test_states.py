@@ -34,6 +34,7 @@ TWO_SNAPSHOTS = _config_of_snapshots(2)
 AT_JUNCTIONS = _config_of_snapshots(9, eviction="tokens saved", at_prompt_end=False, at_end=False)
 
 
+@pytest.mark.slow  # in `make test`: the cells of "points" in tests/kinds, and an engine with states
 def test_no_row_is_given_a_wrong_state():
     script = StateScript(0, config_of_states())
     script.run(250)
