@@ -118,7 +118,7 @@ def test_the_manager_keeps_the_last_state_of_what_is_complete(is_end):
 
 
 def test_the_second_identical_prompt_hits_though_it_fills_its_blocks():
-    cache = kv.init(config_of_states())
+    cache = kv.init(TWO_SNAPSHOTS)
     prompt = np.random.default_rng(0).integers(3, size=48).tolist()
     for num_cached in (0, 40):
         cache, admission = start(cache, prompt)
@@ -218,7 +218,7 @@ def test_a_block_that_fills_is_folded_whatever_its_rollback():
 
 def test_a_state_of_drafts_is_not_published():
     """No more than the tokens that stay, though the row holds later states."""
-    cache = kv.init(config_of_states())
+    cache = kv.init(TWO_SNAPSHOTS)
     prompt = np.random.default_rng(3).integers(3, size=24).tolist()
     cache, _ = start(cache, prompt, commits=False)
     cache, _ = kv.commit(cache, [0], final_len=[15])
