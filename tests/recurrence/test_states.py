@@ -102,6 +102,7 @@ def test_snapshots_take_the_bytes_that_they_may():
         }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_end", [False, True])
 def test_the_manager_keeps_the_last_state_of_what_is_complete(is_end):
     config = config_of_states(snapshots=kv.Snapshots(at_junctions=False, at_prompt_end=False), **ONE_KIND)
