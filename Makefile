@@ -3,7 +3,7 @@ SHELL := /bin/sh
 .DEFAULT_GOAL := help
 
 EXTRAS := tests,training
-# Each with files of its own, for the tests of a file share compiled functions. A test that hangs, such as a kernel
+# Each with files, or rooms, of its own (tests/conftest.py): their tests share programs. A test that hangs, such as a kernel
 # that waits for what never comes, ends its worker after five minutes, and the report names it. With AGAIN=--last-failed
 # what failed runs again.
 WORKERS := 2

@@ -27,6 +27,7 @@ import pytest
 from kvcache_jax.decoding import arguments
 
 MAPS = pathlib.Path("/proc/self/maps")
+SHARED_ROOMS = "tests/engine", "tests/decoding"
 NUM_PROGRAMS = [0]  # that this process has compiled or loaded since it last counted its maps
 CACHE_DIR = pathlib.Path(__file__).resolve().parent.parent / ".cache"
 
@@ -53,6 +54,19 @@ hypothesis.settings.load_profile("ci")
 
 def pytest_addoption(parser):
     parser.addoption("--share", metavar="K/N", help="runs of the chosen tests the K-th share of N, K from 0")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Gives a file to one worker, and the rooms whose files share the dearest programs."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            room = nodeid.partition("::")[0].rpartition("/")[0]
+            return room if room in SHARED_ROOMS else super()._split_scope(nodeid)
+
+    return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @pytest.hookimpl(trylast=True)  # after -m and -k have chosen

@@ -46,6 +46,7 @@ def read(kind, q, k, v, weigh, **options):
     return grads, out, lse, scores, kv.gather(cache, 0, 0), kv.gather(cache, 2, 0)
 
 
+@pytest.mark.quick_cases("soft cap")
 @pytest.mark.parametrize("options", [{}, dict(scale=0.3, soft_cap=2.5)], ids=["plain", "soft cap"])
 def test_keys_and_values_with_offsets_are_what_they_stand_for(options):
     rng = np.random.default_rng(0)

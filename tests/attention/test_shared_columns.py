@@ -242,6 +242,7 @@ PROMPT = np.random.default_rng(1).integers(0, tiny_model.VOCAB, 150).tolist()
 DRAWN = dict(num_blocks=80, block_size=BLOCK, max_seqs=6, max_seq_len=200)
 
 
+@pytest.mark.slow
 def test_generate_looks_for_columns_in_common_where_rows_may_have_some(monkeypatch):
     """Samples of a prompt and hits of prefixes have; other prompts are decoded by a smaller program."""
 

@@ -126,6 +126,7 @@ def start(cache, row, tokens, conversation=0, retain=0.0):
     return cache, num
 
 
+@pytest.mark.quick_cases("retention")
 @pytest.mark.parametrize("policy", ["retention", "tail lru"])
 def test_what_is_evicted_is_what_the_model_evicts(policy):
     """Turns of four conversations, sub-agents that fork from them, and requests of none, in a small pool."""

@@ -162,6 +162,7 @@ def test_logits_without_a_number_have_no_beams():
         beam_search([[1], [2]], mute)
 
 
+@pytest.mark.slow
 def test_one_token_has_the_same_score_under_any_penalty():
     found = beam_search([PROMPTS[0], PROMPTS[3]], max_new_tokens=1, length_penalty=400)
     for beams in found.beams:

@@ -208,17 +208,6 @@ def test_stop_strings_cut_at_the_token_that_completes_them():
     check_idle(result)
 
 
-def test_a_row_without_blocks_ends_with_its_tokens_intact():
-    """Of 7 blocks a row of 7 tokens that grows by 36 would need 11: each of three samples gets all, alone."""
-    result = generate([PROMPTS[0]], FEW, max_new_tokens=36, num_samples=3)
-    num_new = 4 * 7 + 1 - len(PROMPTS[0])  # the last token drawn is not stored any more
-    expected, _ = greedy(PROMPTS[0], num_new)
-    for generation in result.generations:
-        assert generation.finish_reason == "out_of_blocks" and generation.tokens == expected
-    assert max(len(check_in.running) for check_in in result.timeline) == 1
-    check_idle(result)
-
-
 def test_max_seq_len_ends_a_row():
     result = generate([PROMPTS[2]], max_new_tokens=60)
     assert result.generations[0].finish_reason == "length"

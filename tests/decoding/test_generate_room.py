@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_generate import greedy
 
 import kvcache_jax as kv
 from kvcache_jax.decoding.sampling import sample, sampling_columns
@@ -139,6 +140,19 @@ def test_as_many_samples_start_as_fit_side_by_side(num_blocks, prompt, num_new, 
     check_idle(result)
 
 
+def test_a_row_without_blocks_ends_with_its_tokens_intact():
+    """Of 7 blocks a row of 7 tokens that grows by 36 would need 11: each of three samples gets all, alone."""
+    prompt, options = [3, 1, 4, 1, 5, 9, 2], dict(max_new_tokens=36, prefill_len=tiny_model.PREFILL_LEN)
+    greedily = kv.decoding.SamplingParams()
+    result = generate(tiny_model.config(num_blocks=7), [prompt], num_samples=3, sampling=greedily, **options)
+    expected, _ = greedy(prompt, 4 * 7 + 1 - len(prompt))  # the last token drawn is not stored any more
+    for generation in result.generations:
+        assert generation.finish_reason == "out_of_blocks" and generation.tokens == expected
+    assert max(len(check_in.running) for check_in in result.timeline) == 1
+    check_idle(result)
+
+
+@pytest.mark.slow
 def test_samples_share_a_window_only_until_it_has_passed():
     """A row holds at most 4 blocks; rows that go on to 36 tokens share none of them in the end."""
     config = kv.CacheConfig([WINDOW] * 2, num_blocks=9, max_seqs=4, **LIMITS)

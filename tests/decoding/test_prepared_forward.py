@@ -49,6 +49,7 @@ def test_generate_prepares_a_model_and_its_draft_once():
     assert result.num_steps > 2 and [*map(id, prepared)] == [id(params), id(draft_params)]
 
 
+@pytest.mark.slow
 def test_score_prepares_once():
     scores = kv.score(FORWARD, stack_of(PARAMS), [3, 1], [[2, 7], [8]], config(), prefill_len=PREFILL_LEN)
     want = [[logprobs_of([3, 1])[2], logprobs_of([3, 1, 2])[7]], [logprobs_of([3, 1])[8]]]
@@ -57,6 +58,7 @@ def test_score_prepares_once():
     assert len(prepared) == 1
 
 
+@pytest.mark.slow
 def test_beam_search_prepares_once():
     options = dict(max_new_tokens=10, num_beams=1, prefill_len=PREFILL_LEN)
     found = kv.beam_search(FORWARD, stack_of(PARAMS), PROMPTS[:1], config(), **options)

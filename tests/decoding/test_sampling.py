@@ -296,6 +296,7 @@ def test_generate_draws_what_the_filtered_target_would(seed):
     assert jax.scipy.special.gammaincc(freedom / 2, statistic / 2) > 1e-3
 
 
+@pytest.mark.slow
 def test_drafts_that_share_the_verifying_bits_are_found():
     _, _, pairs = first_two_tokens(0, VERIFYING)
     assert chi_square(pairs, P[0][:, None] * P) < 1e-6

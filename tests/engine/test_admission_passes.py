@@ -42,6 +42,7 @@ def expected_of(state, slots, prompts, hits):
     return found
 
 
+@pytest.mark.quick_cases("4")  # of 64 the other tests of engines are
 @pytest.mark.parametrize("at_once", [4, 64])
 def test_who_waits_for_blocks_of_others(monkeypatch, at_once):
     """Prompts that share their first tokens, at all stages of their computation, in two namespaces."""

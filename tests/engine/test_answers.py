@@ -171,6 +171,7 @@ def check_cached(cache, prompt, tokens):
     assert found == [0, length // BLOCK * BLOCK]
 
 
+@pytest.mark.quick_cases("engine")
 @pytest.mark.parametrize("by", ["engine", "generate"])
 def test_answers_stay_as_reasoning_goes(by):
     """Each turn is what the dense model says, given what answers hold, and the prefix the turn before."""
@@ -243,7 +244,8 @@ def test_no_answer_is_kept_that_is_none(why):
     assert chunk_lens(engine) == [0] * 3
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(8))
 def test_random_turns_are_exact_where_all_is_computed_again(seed):
     """Conversations side by side in a small pool: preempted, cancelled, with samples, through resets."""
     rng = np.random.default_rng(seed)

@@ -10,7 +10,7 @@ import pytest
 import kvcache_jax as kv
 from kvcache_jax.engine import program, table
 from kvcache_jax.engine.state import Phase
-from tests.engine.exact_engine import ask, expect, make_engine, make_engine_with_inputs
+from tests.engine.exact_engine import ask, expect, make_engine
 from tests.engine.exact_model import collect, config, forward, make_params, note
 
 LOWEST, HIGHEST = -(2**31), 2**31 - 1
@@ -86,22 +86,6 @@ def test_values_at_the_ends_are_taken_as_they_are():
 def test_what_is_beyond_is_refused_in_a_sentence(make, message):
     with pytest.raises(ValueError, match=message):
         make()
-
-
-def test_who_came_first_goes_first_when_the_count_of_steps_begins_again():
-    """Steps are counted modulo 2**32: of two waiting requests the one that came before it goes first."""
-    engine = make_engine_with_inputs()
-    for start in (2**31 - 2, 2**32 - 2):
-        order = []
-        counters = engine.state.counters.at[kv.engine.Counter.STEPS].set(np.uint32(start))
-        engine._device._state = dataclasses.replace(engine.state, counters=counters)
-        assert engine.push([ask([i], 7, f"row {i}") for i in range(4)] + [ask([9], 2, "before")]) == 5
-        for _ in range(3):
-            engine.drain(max_steps=1)
-        assert engine.push([ask([9], 2, "after"), ask([8], 2, "urgent", priority=HIGHEST)]) == 2
-        for event in [*engine.take_events(), *engine]:
-            order += [event.id] if event.finish_reason else []
-        assert order[4:] == ["urgent", "before", "after"]
 
 
 def test_service_of_one_who_asks_alone_has_an_end():

@@ -187,6 +187,22 @@ def test_a_request_whose_tokens_are_all_banned_says_so():
     assert said[1, 0][0::2] == (decode_alone(requests[1])[0][:3], "no_token")
 
 
+def test_who_came_first_goes_first_when_the_count_of_steps_begins_again():
+    """Steps are counted modulo 2**32: of two waiting requests the one that came before it goes first."""
+    engine = make_engine_with_inputs()
+    for start in (2**31 - 2, 2**32 - 2):
+        order = []
+        counters = engine.state.counters.at[kv.engine.Counter.STEPS].set(np.uint32(start))
+        engine._device._state = dataclasses.replace(engine.state, counters=counters)
+        assert engine.push([ask([i], 7, f"row {i}") for i in range(4)] + [ask([9], 2, "before")]) == 5
+        for _ in range(3):
+            engine.drain(max_steps=1)
+        assert engine.push([ask([9], 2, "after"), ask([8], 2, "urgent", priority=2**31 - 1)]) == 2
+        for event in [*engine.take_events(), *engine]:
+            order += [event.id] if event.finish_reason else []
+        assert order[4:] == ["urgent", "before", "after"]
+
+
 def _metadata(**columns):
     num = len(next(iter(columns.values())))
     zeros = jnp.zeros(num, jnp.int32)

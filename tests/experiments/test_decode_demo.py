@@ -102,6 +102,7 @@ def check_sample(folder, prompt, sample, is_greedy=False, atol=1e-3):
 SAMPLING = (*PROMPTS, "--samples", 2, "--max-new", 12, "--seed", 3, "--block-size", 4, "--rows", 2)
 
 
+@pytest.mark.slow
 def test_json_holds_what_was_decoded(capsys, folder):
     arguments = (*SAMPLING, "--checkpoint", folder / "plain")
     result = run_json(capsys, *arguments)
@@ -128,6 +129,7 @@ def test_json_holds_what_was_decoded(capsys, folder):
     assert result["settings"]["rows"] == 2 and result["settings"]["dtype"] == "float32"
 
 
+@pytest.mark.slow
 def test_draws_are_filtered_and_stopped(capsys, folder):
     """Each token is among those that the filters leave, and a stop text changes none before it."""
     options = *SAMPLING, "--checkpoint", folder / "plain", "--temperature", 1.5, "--top-k", 6, "--top-p", 0.8

@@ -12,11 +12,13 @@ import socket
 import threading
 import time
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import kvcache_jax as kv
 from models import checkpoint
-from models import decoder as models
 from models.tokenizer import ByteTokenizer, FileTokenizer
 from tests.experiments import asgi, tiny
 from tests.support.trained_tokenizer import byte_level_bpe
@@ -24,6 +26,7 @@ from tests.support.trained_tokenizer import byte_level_bpe
 for package in ("fastapi", "jinja2", "uvicorn"):
     pytest.importorskip(package)
 
+from experiments.decode_speed import dense_decoder  # noqa: E402
 from experiments.server import __main__ as command  # noqa: E402
 from experiments.server import app, chat_template, engine_thread  # noqa: E402
 from experiments.server.tokens import QuietTokenizer  # noqa: E402
@@ -87,8 +90,8 @@ def ask(service, path, body=None, key=KEY):
 
 def complete(service, prompt, num_tokens=8, **more):
     """The answer to a prompt, greedy unless `more` says otherwise."""
-    body = {"prompt": prompt, "max_tokens": num_tokens, "temperature": 0} | more
-    status, answer = ask(service, "/v1/completions", body)
+    body = {"prompt": prompt, "max_tokens": num_tokens, "temperature": 0}
+    status, answer = ask(service, "/v1/completions", body | more)
     assert status == 200, answer
     return answer
 
@@ -134,22 +137,20 @@ def expect_nothing_held(service):
     assert in_thread(service, lambda: kv.check_invariants(thread._engine.state.cache)) == []
 
 
-def alone(service, prompts, num_tokens):
-    """The text of each prompt's tokens as `generate` says them."""
-    engine = service.thread._engine
-    config = dataclasses.replace(engine.config, enable_prefix_caching=False)
-    found = []
+@jax.jit
+def next_token(decoder, tokens, length):
+    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    return dense_decoder.run(decoder, tokens, positions, dense_decoder.causal_attention, length - 1).argmax()
+
+
+def alone(service, prompts, num_new):
+    """The text of each prompt's most probable tokens, by the model without a cache."""
+    found, decoder = [], service.thread._engine.params
     for prompt in prompts:
-        result = kv.generate(
-            models.forward,
-            engine.params,
-            [list(prompt.encode())],
-            config,
-            max_new_tokens=num_tokens,
-            stop_tokens=[STOP],
-        )
-        [generation] = result.generations
-        found.append(ByteTokenizer().decode([token for token in generation.tokens if token != STOP]))
+        tokens, end = np.pad([[*prompt.encode()]], ((0, 0), (0, 250 - len(prompt)))), len(prompt)
+        while end < len(prompt) + num_new and (token := next_token(decoder, tokens, np.int32(end))) != STOP:
+            tokens[0, end], end = token, end + 1
+        found.append(ByteTokenizer().decode(tokens[0, len(prompt) : end].tolist()))
     return found
 
 
@@ -193,8 +194,7 @@ def test_samples_are_drawn_by_their_seed(service):
 
 
 def test_log_probabilities_and_their_places_in_the_text(service):
-    answer = complete(service, TEXT, 10, logprobs=3, ignore_eos=True)
-    [choice] = answer["choices"]
+    [choice] = complete(service, TEXT, 10, logprobs=3, ignore_eos=True)["choices"]
     found = choice["logprobs"]
     assert len(found["tokens"]) == len(found["text_offset"]) == 10
     for token, logprob, top in zip(

@@ -62,6 +62,7 @@ def test_the_replayed_cache_is_sound(tmp_path):
     assert record["hit_rate_blocks"] == sum(lru_hits(requests, 25)[0]) / trace.num_ids.sum()
 
 
+@pytest.mark.slow
 def test_the_table_compares_with_lru(tmp_path, capsys):
     arguments = "--trace", write(tmp_path, make_requests()), "--blocks", 25, "--policy", "lru", "hyperbolic"
     shown = run(capsys, *arguments)

@@ -216,7 +216,7 @@ KINDS = (
     quantised("fp8", rounding.fp8, is_slow=True, stores_as="int4-rotated"),
     quantised("int4", rounding.int4, is_slow=True, stores_as="int4-rotated"),
     quantised("int4-rotated", rounding.rotated(rounding.int4), rotate=True),
-    Kind("latent", (kv.LatentAttention(5, HEAD_DIM - 5),), (latent,), None, STAYS, spans_as="full"),
+    Kind("latent", (kv.LatentAttention(5, HEAD_DIM - 5),), (latent,), None, STAYS, True, spans_as="full"),
     Kind(
         "shared",
         (window(window=6, max_rollback=5), FULL, kv.SharedWith(0), kv.SharedWith(1)),

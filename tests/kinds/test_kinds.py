@@ -418,10 +418,12 @@ CHECKS = (
 TABLE = dict(zip(PROPERTIES, CHECKS, strict=True))
 # These compile programs for devices, programs backwards or other steps around what the other cells compile.
 # They know of a kind what the step knows, so in `make test` one line says it for all.
-AROUND_THE_STEP = {"gradient", "shard", "export", "rewrite", "transfer"}
+AROUND_THE_STEP = {"gradient", "shard", "rewrite"}
 LINE_AROUND_THE_STEP = "full"
 # Programs of their own, of which `make test` has tests of plain layers; "context" in test_context_axis.py.
-WITH_TESTS_OF_ITS_OWN = {*"in-place drop compress compose partial-hit context manager generate".split()}
+WITH_TESTS_OF_ITS_OWN = {
+    *"in-place drop compress compose partial-hit transfer context export manager generate".split()
+}
 
 
 # Properties of the tokens that stay in sight, whatever a block stores of them; those of stored blocks; those

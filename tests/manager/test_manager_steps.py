@@ -236,6 +236,7 @@ def test_batches_have_the_rows_of_the_call_and_the_widths_of_the_manager():
     assert two.step.query_len.tolist() == [1, 4, 0, 0] and two.step.context_len.tolist() == [3, 4, 0, 0]
 
 
+@pytest.mark.quick_cases("prefix caching")
 @BOTH
 def test_threads_take_turns(config):
     """Each thread lives its own requests through; whatever the order, every one reads its own tokens."""

@@ -35,6 +35,7 @@ TINY = DecoderConfig(
 # --- parity ---
 
 
+@pytest.mark.quick_cases("gemma3", "deepseek_v3_experts")
 @pytest.mark.parametrize("family", ["gemma3", "deepseek_v3_experts", "gpt_oss"])
 def test_logits_of_one_call_are_those_of_transformers(family):
     """Of all families the next test compares the logits, of prompts in pieces and of answers."""

@@ -152,7 +152,7 @@ def streaming(kind):
     return started(kind, **STREAMING)
 
 
-@pytest.mark.quick_cases("full", "window")
+@pytest.mark.quick_cases("full")
 @pytest.mark.parametrize("kind", [*KINDS])
 def test_what_moves_tokens_has_its_gradient(kind):
     """Compressing is refused in layers of windows, as an operation."""

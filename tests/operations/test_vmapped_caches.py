@@ -104,7 +104,7 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.quick_cases("copies-nested", "scrub-jit")
+@pytest.mark.quick_cases("copies-nested")
 @pytest.mark.parametrize("how", TRANSFORMS)
 @pytest.mark.parametrize("function", [write_all, scrub_all], ids=["copies", "scrub"])
 def test_each_cache_is_what_it_is_alone(function, how):
@@ -194,7 +194,7 @@ def bytes_beside(operation, num_blocks, **options):
     return np.array([beside, 3 * kv.memory_bytes(config)])
 
 
-@pytest.mark.quick_cases("copy on write", "scrub rows")
+@pytest.mark.quick_cases("copy on write")
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_no_step_over_several_caches_copies_their_pools(name):
     """Bytes beside the donated caches grow by less than 1% of those of more blocks."""

@@ -201,6 +201,7 @@ def test_what_is_refused_takes_nothing_that_others_need():
     assert statuses(status) == [*refused, kv.Status.OUT_OF_BLOCKS, OK]
 
 
+@pytest.mark.quick_cases("state0")
 @pytest.mark.parametrize("state", [kv.GatedDeltaNet(1, 4, key_dim=4), kv.Mamba2(1, 4, state_dim=4)])
 def test_few_blocks_beside_states_that_none_is_linked_to(state):
     config = dataclasses.replace(CONFIG, layers=[kv.FullAttention(1, 4), state], max_query_len=WIDTH)

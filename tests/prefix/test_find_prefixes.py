@@ -73,6 +73,7 @@ def of_two_caches(cache, prompts, lengths):
     return jnp.where(first == second[order], first, -1)
 
 
+@pytest.mark.quick_cases("found_in-4", "on_two_devices-8", "of_two_caches-12")
 @pytest.mark.parametrize(
     ("run", "num_tokens"),
     [(found_in, BLOCK), (found_in, 3 * BLOCK), (found_in, 256), (on_two_devices, 8), (of_two_caches, 12)],

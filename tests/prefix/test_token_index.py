@@ -26,7 +26,7 @@ def _started(cache, row, text):
     return cache, int(admission.num_cached[0])
 
 
-@pytest.mark.quick_cases("both")
+@pytest.mark.quick_cases("window")
 @pytest.mark.parametrize(
     "layers", [[WINDOW], [HashState(1, 1)], [WINDOW, HashState(1, 1)]], ids=["window", "states", "both"]
 )

@@ -16,13 +16,17 @@ from tests.tiers.host_script import HostScript, host_config
 FULL = kv.FullAttention(1, 5)
 
 
-@pytest.mark.quick_cases("False")
-@pytest.mark.parametrize("has_host", [False, True])
-def test_a_router_knows_what_prompts_find(has_host):
-    if has_host:
-        script = HostScript(7, host_config(layers=[FULL]))
-    else:
-        script = WindowScript(7, 2, grouped_config())
+SCRIPTS = {
+    "one group": lambda: WindowScript(7, 2, grouped_config(layers=[FULL], num_blocks=14)),
+    "groups": lambda: WindowScript(7, 2, grouped_config()),
+    "host": lambda: HostScript(7, host_config(layers=[FULL])),
+}
+
+
+@pytest.mark.quick_cases("one group")
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_router_knows_what_prompts_find(name):
+    script = SCRIPTS[name]()
     follower, router, counts, num_hosted = IndexFollower(), Router(), collections.Counter(), 0
     for nth in range(260):
         script.step()
@@ -42,7 +46,7 @@ def test_a_router_knows_what_prompts_find(has_host):
     cache, _ = kv.reset_prefix_cache(script.cache)
     assert follower.update(cache) == [AllBlocksCleared()]
     assert min(counts[BlockStored], counts[BlockRemoved]) > 10 and kv.check_invariants(cache) == [], counts
-    assert (num_hosted > 3) == has_host
+    assert (num_hosted > 3) == (name == "host")
 
 
 def test_a_name_follows_what_is_before_a_block():

@@ -65,6 +65,7 @@ def prompts():
     return make_prompts()
 
 
+@pytest.mark.quick_cases("plain", "samples")
 @pytest.mark.parametrize(
     "options", [{}, {"drafts": kv.decoding.Drafts(3)}, {"num_samples": 2}], ids=["plain", "drafts", "samples"]
 )

@@ -34,6 +34,7 @@ TWO_SNAPSHOTS = _config_of_snapshots(2)
 AT_JUNCTIONS = _config_of_snapshots(9, eviction="tokens saved", at_prompt_end=False, at_end=False)
 
 
+@pytest.mark.slow  # in `make test`: the cells of "points" in tests/kinds, and an engine with states
 def test_no_row_is_given_a_wrong_state():
     script = StateScript(0, config_of_states())
     script.run(250)
@@ -101,6 +102,7 @@ def test_snapshots_take_the_bytes_that_they_may():
         }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_end", [False, True])
 def test_the_manager_keeps_the_last_state_of_what_is_complete(is_end):
     config = config_of_states(snapshots=kv.Snapshots(at_junctions=False, at_prompt_end=False), **ONE_KIND)
@@ -117,7 +119,7 @@ def test_the_manager_keeps_the_last_state_of_what_is_complete(is_end):
 
 
 def test_the_second_identical_prompt_hits_though_it_fills_its_blocks():
-    cache = kv.init(config_of_states())
+    cache = kv.init(TWO_SNAPSHOTS)
     prompt = np.random.default_rng(0).integers(3, size=48).tolist()
     for num_cached in (0, 40):
         cache, admission = start(cache, prompt)
@@ -217,7 +219,7 @@ def test_a_block_that_fills_is_folded_whatever_its_rollback():
 
 def test_a_state_of_drafts_is_not_published():
     """No more than the tokens that stay, though the row holds later states."""
-    cache = kv.init(config_of_states())
+    cache = kv.init(TWO_SNAPSHOTS)
     prompt = np.random.default_rng(3).integers(3, size=24).tolist()
     cache, _ = start(cache, prompt, commits=False)
     cache, _ = kv.commit(cache, [0], final_len=[15])

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import functools
 import pathlib
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -49,6 +50,7 @@ class Import:
     is_deferred: bool
 
 
+@functools.cache  # several tests read all files
 def read_imports(file: str, source: str) -> list[Import]:
     """Reads every import of a file; `file` is its path from the repository's root, with forward slashes.
 

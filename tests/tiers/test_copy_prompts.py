@@ -46,9 +46,8 @@ def copied(source, user, *texts, **options):
     return report
 
 
-@pytest.mark.parametrize(
-    "config", [HEADS, pytest.param(WINDOWS, marks=pytest.mark.slow)], ids=["one group", "windows"]
-)
+@pytest.mark.quick_cases("[0, 1, 2, 3]-[4, 5]-one group")
+@pytest.mark.parametrize("config", [HEADS, WINDOWS], ids=["one group", "windows"])
 @pytest.mark.parametrize("there, here", [([0], [1]), ([0, 1, 2, 3], [4, 5]), ([6, 7], [6])], ids=str)
 def test_heads_may_be_split_otherwise(config, there, here):
     """From a device to another one, from four devices to two others, and from two to one of them."""
