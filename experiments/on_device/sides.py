@@ -37,8 +37,8 @@ def _ours(problem: Problem, is_planned: bool, interpret: bool, num_launches: int
     q_shape = (cell.batch, 1, cell.num_kv_heads, cell.group_size, cell.head_dim)
 
     def plan_of(rows):
-        options = dict(dtype=problem.k_pool.dtype, interpret=interpret)
-        return mosaic_gpu.plan_for(rows, q_shape, cell.num_columns, cell.block_size, **options)
+        dtype, columns = problem.k_pool.dtype, cell.num_columns
+        return mosaic_gpu.plan_for(rows, q_shape, columns, cell.block_size, dtype=dtype, interpret=interpret)
 
     plan = jax.jit(plan_of)(problem.rows) if is_planned else None
 

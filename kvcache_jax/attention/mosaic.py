@@ -138,7 +138,7 @@ def _scaling(pool: KVPool, group: LayerGroup) -> Any:
 
     if not group.kind.has_scaled_numbers:
         return None
-    return Scaling(*(pool.arrays.get(name) for name in Scaling._fields))
+    return Scaling(**{name: pool.arrays[name] for name in Scaling._fields if name in pool.arrays})
 
 
 def _has_own_prefill(name: str, pool: KVPool, num_queries: int) -> bool:

@@ -35,8 +35,8 @@ MERGES = {
 }
 # What GPUs without wgmma run of these, and a decode whose rings have one stage on an RTX 5090.
 ELSEWHERE = {
-    B200: ("decode_plain", "decode_long", "decode_drafts_7x16", "prefill_head_128_group_3"),
-    RTX_5090: ("decode_all", "prefill_plain"),
+    B200: ("decode_plain", "decode_long", "decode_drafts_7x16", "decode_fp8", "prefill_head_128_group_3"),
+    RTX_5090: ("decode_all", "decode_int8_all", "prefill_plain"),
 }
 ONE_STAGE = DecodeShape("head_256_long", (200,), 1, group_size=7, head_dim=256, num_queries=2)
 TOLERANCES = {"bfloat16": 5e-3, "float16": 5e-4}

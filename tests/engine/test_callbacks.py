@@ -63,7 +63,7 @@ def model(params, tokens, cache, step, logits_at=None):
 @pytest.fixture
 def engine():
     """With a window beside, that holds a step's tokens of a row and no more."""
-    sizes = config(num_layers=2, num_blocks=14, max_query_len=6)
+    sizes = config(num_layers=2, num_blocks=14, max_query_len=6, enable_prefix_caching=False)
     return kv.Engine(model, make_params(), sizes, **SIZES)
 
 

@@ -20,6 +20,11 @@ GPU = {
         "paged_decode": 2 * 32 * 8192 * TOKEN,
         "merge_attention": (2 * 24 * 8 * 4 + 32 * 4 * 2) * 8 * 128,
     },
+    # Of 8 bits: a byte a number, a scale of 2 bytes and an offset of 4.
+    "decode_int8": {
+        "paged_decode": 2 * 32 * 8192 * 8 * (128 + 2 + 4),
+        "merge_attention": (2 * 24 * 8 * 4 + 32 * 4 * 2) * 8 * 128,
+    },
     # Keys and values; queries and results of four query heads to one of keys.
     "prefill_8k": {"paged_prefill": 2 * (8192 + 4 * 8192) * TOKEN},
     "merge_5_lanes_head_192": {"merge_attention": (3 + 1) * 8 * 192 * 4},
