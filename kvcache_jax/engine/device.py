@@ -79,7 +79,8 @@ class Device:
         self._sizes, self._outbox_shape = sizes, outbox_shape
         self.params = shards.place_params(params)
         self.read = Reader()
-        self.hears = LiveLength([1, 1, 0], shards.home).is_live
+        self._lengths = [LiveLength(shards.home)]  # of no dispatch
+        self.hears = self._lengths[0].is_live
         self._team = shards.team
         self._member = self._team.join(self._obey)
         self._told = list[Inbox]()
@@ -180,10 +181,11 @@ class Device:
         news = [None if inbox is last else inbox for inbox, last in zip(inboxes, old, strict=True)]
         self._tell("launch", news, length, now)
         self._told, self._seen = list(inboxes), None
-        live = LiveLength([*length, now], self._shards.home)
+        live = self._lengths.pop() if self._lengths else LiveLength(self._shards.home)
+        numbers = live.begin(*length, now)
         try:
             self._state, reports = self._shards.run(
-                self._model, self._options, self.params, state, inboxes, live.argument
+                self._model, self._options, self.params, state, inboxes, numbers
             )
         except Exception as error:
             self._check(state, error)
@@ -292,7 +294,7 @@ class Device:
 
     def drop(self, arrival: Arrival) -> None:
         """Forgets the oldest reports, which were taken in."""
-        self._in_flight.popleft()
+        self._lengths.append(self._in_flight.popleft().length)
         self._arrived_at = arrival.at
 
     def lower(self, inboxes: Sequence[Inbox]) -> jax.stages.Lowered:

@@ -6,39 +6,38 @@ nothing is compiled for it. It is a hint: tokens do not depend on where dispatch
 has a copy, as all but CPUs, nothing can be shortened, and dispatches must be short by themselves.
 """
 
-from collections.abc import Sequence
-
 import jax
 import numpy as np
 from jax.sharding import Sharding
 
 _ALIGNMENT = 64
-_LEAST, _MOST = range(2)
+_LEAST, _MOST, _SIZE = 0, 1, 3
 
 
 class LiveLength:
-    """The numbers i32[3] of a dispatch: least and most steps, and ticks.
+    """The numbers i32[3] of a dispatch: least and most steps, and ticks. One serves one dispatch at a time.
 
     Args:
-      values: The numbers.
       home: Where the program runs; None on a mesh, whose devices must end after equal steps.
 
     Attributes:
-      argument: The array for the program.
-      is_live: Whether it reads what the host writes.
+      is_live: Whether the program reads what the host writes.
     """
 
-    def __init__(self, values: Sequence[int], home: Sharding | None):
-        self.argument: np.ndarray | jax.Array = np.array(values, np.int32)
-        self.is_live = False
-        if home is None or len(home.device_set) > 1 or next(iter(home.device_set)).platform != "cpu":
-            return
+    def __init__(self, home: Sharding | None):
         memory = np.zeros(2 * _ALIGNMENT, np.uint8)
         first = -memory.ctypes.data % _ALIGNMENT
-        self._values = memory[first : first + _ALIGNMENT].view(np.int32)[: len(values)]
+        self._values = memory[first : first + _ALIGNMENT].view(np.int32)[:_SIZE]
+        self._array: jax.Array | None = None
+        if home is not None and len(home.device_set) == 1 and next(iter(home.device_set)).platform == "cpu":
+            array = jax.device_put(self._values, home, may_alias=True)
+            self._array = array if array.unsafe_buffer_pointer() == self._values.ctypes.data else None
+        self.is_live = self._array is not None
+
+    def begin(self, *values: int) -> np.ndarray | jax.Array:
+        """Sets the numbers, and returns the program's argument."""
         self._values[:] = values
-        self.argument = jax.device_put(self._values, home, may_alias=True)
-        self.is_live = self.argument.unsafe_buffer_pointer() == self._values.ctypes.data
+        return self._values.copy() if self._array is None else self._array
 
     def shorten(self) -> None:
         """Ends the dispatch with the step that is under way, or after its least."""

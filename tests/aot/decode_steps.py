@@ -180,7 +180,7 @@ STEPS = (
     _GENERATE(STACK),
     _GENERATE(SINGLE, limits=Limits(launches=300)),
     _ENGINE(STACK, limits=Limits(launches=503, waits=4, num_driven=7, traffic=2.7)),
-    _ENGINE(SINGLE, limits=Limits(launches=309, waits=4)),
+    _ENGINE(SINGLE, limits=Limits(launches=308, waits=4)),
     _PROMPTS(SINGLE, limits=Limits(launches=504, waits=10, traffic=1.75)),
 )
 

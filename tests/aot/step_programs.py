@@ -176,9 +176,10 @@ def step_programs(kernels: str = "mosaic_gpu") -> list[Program]:
         _decoding("speculative step", drafts, _limits(by_xla, 300), num_drafts=NUM_DRAFTS),
         _searching(_limits(by_xla - SAMPLE, 220)),
         _ending(ending),
-        # The loop, the guard, the call without prompts, greedy or not, the filters of who is not, and the
-        # publication: of greedy rows one less, and one more where a block is published.
-        _engine(kernels, Limits(6)),
+        # The loop of steps and the one around it, the guard, the call without prompts, greedy or not, the
+        # filters of who is not, and the publication: of greedy rows one less, and one more where a block is
+        # published.
+        _engine(kernels, Limits(7)),
         # As without a host tier.
         _decoding(
             "evicting step",
@@ -188,5 +189,5 @@ def step_programs(kernels: str = "mosaic_gpu") -> list[Program]:
             num_blocks=4096,
             extras=[kv.tiers.Host(8192)],
         ),
-        _engine(kernels, Limits(6), num_blocks=4096, extras=[kv.tiers.Host(8192)]),
+        _engine(kernels, Limits(7), num_blocks=4096, extras=[kv.tiers.Host(8192)]),
     ]

@@ -85,15 +85,16 @@ def test_a_step_calls_the_model_once(engine, seed):
 
 def test_a_dispatch_ends_with_the_step_in_which_it_is_shortened(engine, monkeypatch):
     """But not one whose length the caller chose; tokens are the same."""
-    lengths, said = [], {}
+    under_way, said = [], {}
     requests = [ask([i, 1], 30, i) for i in range(2)]
 
     class Kept(device.LiveLength):
-        def __init__(self, *arguments):
-            super().__init__(*arguments)
-            lengths.append(self)
+        def begin(self, *values):
+            under_way[:] = [self]
+            return super().begin(*values)
 
     monkeypatch.setattr(device, "LiveLength", Kept)
+    engine._device._lengths.clear()
     engine._pace = LongPace(8)
 
     def steps_of(calls, max_steps=None):
@@ -104,7 +105,7 @@ def test_a_dispatch_ends_with_the_step_in_which_it_is_shortened(engine, monkeypa
         return engine.figures().counts[COUNT.STEPS] - before
 
     def shorten():
-        lengths[-1].shorten()
+        under_way[0].shorten()
 
     assert engine.push(requests) == 2 and engine._device.hears
     assert steps_of([None]) == 1  # first tokens
