@@ -118,14 +118,15 @@ class DistributedTeam(Team):
         self._client: Any = client
         self._key = f"kvcache_jax/team {next(_numbers)}/"
         self._exits, self._timeout_s, self._pause_s = exits, timeout_s, min(timeout_s / 5, 1.0)
-        self._grace_s = timeout_s + 4 * self._pause_s  # until a silent process is surely known for one
+        # Until a silent process is surely known for one; a look takes longer on a machine with much to do.
+        self._num_looks, self._grace_looks = 0, int(timeout_s / self._pause_s) + 5
         self._members: list[Callable[..., None]] = []
         self._runs = False
         self._call = 0, "DistributedTeam"  # number and name of the call that all processes make
         self._num_orders = self._num_agreed = self._first_order = 0
         self._lost: str | None = None
         self._num_looks_lost = 0
-        self._failed: dict[int, tuple[bytes, float]] = {}  # by process: its last error, and when it came
+        self._failed: dict[int, tuple[bytes, float]] = {}  # by process: its last error, and in which look
         self._signs: dict[int, tuple[bytes, float]] = {}  # by process: its last sign of life, and when
         of, stop = weakref.ref(self), threading.Event()
         watch = threading.Thread(target=_watch, args=(of, stop), daemon=True)
@@ -221,8 +222,8 @@ class DistributedTeam(Team):
             return error
         if not self.is_leader:
             self._note_failure(error)
-        end = time.monotonic() + self._grace_s
-        while time.monotonic() < end:
+        last, end = self._num_looks + self._grace_looks, time.monotonic() + 10 * self._timeout_s
+        while self._num_looks < last and time.monotonic() < end:
             try:
                 self._check()
             except ProcessLost as lost:
@@ -275,7 +276,7 @@ class DistributedTeam(Team):
         for process, (text, at) in tuple(self._failed.items()):
             number, is_symptom, error = text.decode().split(" ", 2)
             # Where a process is lost, the others' collectives fail too: its silence says more than they do.
-            is_known = is_symptom == "0" or time.monotonic() - at > self._grace_s
+            is_known = is_symptom == "0" or self._num_looks - at > self._grace_looks
             if int(number) > self._first_order and is_known:
                 raise ProcessLost(f"process {process} failed: {error}")
 
@@ -304,11 +305,13 @@ class DistributedTeam(Team):
         me, (number, call) = jax.process_index(), self._call
         sign = f"{number} {call} {time.monotonic()}"
         self._client.key_value_set_bytes(f"{self._key}alive/{me}", sign.encode(), allow_overwrite=True)
+        self._num_looks += 1
         for what, found in (("alive", self._signs), ("failed", self._failed)):
+            now = time.monotonic() if what == "alive" else self._num_looks
             for name, sign in self._client.key_value_dir_get_bytes(f"{self._key}{what}/"):
                 process = int(name.rsplit("/", 1)[1])
                 if process != me and sign != found.get(process, (None,))[0]:
-                    found[process] = sign, time.monotonic()
+                    found[process] = sign, now
         lost = self._look_for_lost(me, number, call)
         self._num_looks_lost = self._num_looks_lost + 1 if lost else 0
         # The followers end first: after the leader's end they cannot say anything.

@@ -18,7 +18,7 @@ from typing import Any
 
 os.environ["XLA_FLAGS"] = (
     "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0 "
-    "--xla_llvm_disable_expensive_passes=true --xla_cpu_collective_timeout_seconds=20"
+    "--xla_llvm_disable_expensive_passes=true --xla_cpu_collective_timeout_seconds=50"
 )
 os.environ["JAX_ENABLE_RECOVERABILITY"] = "1"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -135,7 +135,8 @@ def serve_one_mix(team, engine):
         try:
             expect(serve(engine, requests), requests)
         except kv.engine.EngineFailed as error:
-            print(json.dumps({"failed": str(error), "at": time.time()}), flush=True)
+            cause = repr(error.__cause__)
+            print(json.dumps({"failed": str(error), "cause": cause, "at": time.time()}), flush=True)
             os._exit(3)
         return len(requests)
 
