@@ -38,6 +38,7 @@ from pallas_kernels.mosaic_gpu.decode_plan import (
     DecodePlan,
     Item,
     Tiling,
+    check_plan,
     plan_decode,
     tiling_of,
 )
@@ -107,13 +108,12 @@ def paged_decode(
     if reason := why_not(k_pool, q.shape[3]):
         raise ValueError(reason)
     num_rows, num_queries, num_heads, group_size, head_dim = q.shape
-    dtype = k_pool.dtype
-    tiling = tiling_of(num_queries, group_size, head_dim, k_pool.shape[2], dtype.itemsize)
+    dtype, block_size = k_pool.dtype, k_pool.shape[2]
+    tiling = tiling_of(num_queries, group_size, head_dim, block_size, dtype.itemsize)
     if plan is not None:
-        _check_plan(plan, num_rows)
+        check_plan(plan, num_rows)
     else:
-        columns, block_size = block_table.shape[1], k_pool.shape[2]
-        plan = plan_for(rows, q.shape, columns, block_size, dtype=dtype, interpret=interpret)
+        plan = plan_for(rows, q.shape, block_table.shape[1], block_size, dtype=dtype, interpret=interpret)
 
     layer = jnp.asarray(layer, jnp.int32).reshape(1)
     of_keys, of_values = ((), ()) if scaling is None else (scaling.of_keys(), scaling.of_values())
@@ -198,18 +198,6 @@ def plan_for(
         num_programs = _INTERPRETED_PROGRAMS
     num_parallel = num_programs // (num_heads * tiling.num_lane_tiles)
     return plan_decode(rows, tiling, num_columns=num_columns, num_parallel=num_parallel)
-
-
-def _check_plan(plan: DecodePlan, num_rows: int) -> None:
-    items, first_part = plan
-    is_items = items.ndim == 2 and items.shape[0] >= num_rows and items.shape[1] == len(Item)
-    is_int32 = items.dtype == first_part.dtype == jnp.int32
-    if not (is_items and is_int32) or first_part.shape != (num_rows + 1,):
-        raise ValueError(
-            f"the plan has items {items.dtype}{items.shape} and first_part {first_part.dtype}"
-            f"{first_part.shape}, expected int32 of at least ({num_rows}, {len(Item)}) and of "
-            f"({num_rows + 1},): `plan_for` with the same rows"
-        )
 
 
 def _cost(q: jax.Array, of_keys: tuple[jax.Array, ...], block_table: jax.Array) -> pl.CostEstimate:

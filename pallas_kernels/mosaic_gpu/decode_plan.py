@@ -177,6 +177,19 @@ def plan_decode(rows: DecodeRows, tiling: Tiling, *, num_columns: int, num_paral
     return DecodePlan(jnp.stack([columns[name] for name in Item], axis=1), first_part)
 
 
+def check_plan(plan: DecodePlan, num_rows: int) -> None:
+    """Raises unless the plan is of so many rows."""
+    items, first_part = plan
+    is_items = items.ndim == 2 and items.shape[0] >= num_rows and items.shape[1] == len(Item)
+    is_int32 = items.dtype == first_part.dtype == jnp.int32
+    if not (is_items and is_int32) or first_part.shape != (num_rows + 1,):
+        raise ValueError(
+            f"the plan has items {items.dtype}{items.shape} and first_part {first_part.dtype}"
+            f"{first_part.shape}, expected int32 of at least ({num_rows}, {len(Item)}) and of "
+            f"({num_rows + 1},): `plan_for` with the same rows"
+        )
+
+
 def _max_items(num_rows: int, num_parallel: int) -> int:
     """Returns the most items, so that no long one is left when all others are done.
 
