@@ -14,10 +14,10 @@ CUDA graph, and with the two flags that read stacked weights once; then `generat
 
 Last, speed. First the ceilings: reading only, and copying. Then paged decode, batch {1, 8, 32, 128} x context
 {1k, 8k, 32k} x query heads per key/value head {1, 4, 8} x blocks of {16, 64, 128}, 8 key/value heads of 128,
-bfloat16 (a handful of them without --cell): ours, its plan made before (as once per step for all layers) and
-made again each time, beside every peer that can be imported; and rows whose lengths or number leave a GPU
-idle unless they are split. Then the movement of tokens and blocks. A ratio is the fastest peer's median over
-ours: above 1 we are faster. GB/s count the keys and values of the rows, each once.
+bfloat16, and a few of 8 bits (a handful of all without --cell): ours, its plan made before (as once per
+step for all layers) and made again each time, beside every peer that can be imported; and rows whose lengths
+or number leave a GPU idle unless they are split. Then the movement of tokens and blocks. A ratio is the
+fastest peer's median over ours: above 1 we are faster. GB/s count the keys and values of the rows, each once.
 
 Each side is checked against the float32 reference before it is timed; the sides of a contest take turns in
 one process (`on_device.contests`). Who is wrong or cannot run is reported and why. When a process ends, hangs

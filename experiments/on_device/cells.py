@@ -14,6 +14,8 @@ ROTATED_BYTES = 10**9
 """K and V of all buffers that launches take turns in, at least; an H200 has 60 MB of L2."""
 LARGE_BYTES = 3 * 10**8
 """A launch that reads so much is to reach the read bandwidth; below, fixed costs count."""
+NAMES_OF_8_BITS = ", int8", ", fp8"
+"""Ends of the names of cells."""
 NUM_UNOWNED = 2
 """Blocks of a buffer that belong to no row."""
 
@@ -41,7 +43,7 @@ class Cell(NamedTuple):
         context = f"{self.context // 1024}k" if self.context % 1024 == 0 else str(self.context)
         rows = self.unequal or f"{self.batch} x {context}"
         head = "" if self.head_dim == 128 else f", head {self.head_dim}"
-        dtype = {"bfloat16": "", "int8": ", int8", "uint8": ", fp8"}[self.dtype]
+        dtype = dict(zip(("bfloat16", "int8", "uint8"), ("", *NAMES_OF_8_BITS), strict=True))[self.dtype]
         return f"{rows}, group {self.group_size}, block {self.block_size}{head}{dtype}"
 
     @property
@@ -61,7 +63,7 @@ class Cell(NamedTuple):
 
     @property
     def num_blocks(self) -> int:
-        """Of one buffer: what the rows own, and two that nobody does."""
+        """Of one buffer: what the rows own, and two that none does."""
         return sum(self.lens) // self.block_size + NUM_UNOWNED
 
     @property
@@ -111,9 +113,9 @@ QUICK = (
     Cell(32, 8192, 4, 16),
     *PLANNED[:2],
     Cell(50, 8192, 4, 16),
-    *EIGHT_BITS,
     Cell(8, 8192, 4, 16),
     Cell(128, 1024, 4, 16),
+    *EIGHT_BITS,
     Cell(1, 32768, 8, 64),
     Cell(8, 32768, 1, 128),
     Cell(1, 1024, 4, 16),

@@ -27,7 +27,7 @@ class Problem(NamedTuple):
       cell: Its sizes.
       num_buffers: Pools behind each other, like layers.
       q: bf16[b, h, g, d].
-      k_pool: `[num_buffers * num_blocks, h, block_size, d]` of the cell's dtype; what nobody owns is NaN, of
+      k_pool: `[num_buffers * num_blocks, h, block_size, d]` of the cell's dtype; what no row owns is NaN, of
         8 bits the scales are.
       v_pool: Like `k_pool`.
       block_table: i32[b, columns], the same in all buffers; permuted. Columns after a row's last block name

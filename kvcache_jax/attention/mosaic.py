@@ -126,7 +126,7 @@ def _attend(
         own.update(out_dtype=q.dtype, plan=work, scaling=_scaling(pool, group))
     most, attend = _max_queries(), kernels.paged_decode
     if name == MOSAIC_TPU and q.shape[1] > most:
-        most, attend = kernels.queries_per_row(*q.shape[1:]), kernels.paged_prefill
+        most, attend = kernels.queries_per_row(q.shape[1], pool.k, q.shape[3]), kernels.paged_prefill
     rows = _decode_rows(plan, group, q.shape[1], most)
     results = attend(_cut(q, most), pool.k, pool.v, block_table, rows, options, **own)
     out, lse = (x.reshape(q.shape[0], -1, *x.shape[2:])[:, : q.shape[1]] for x in results)

@@ -11,6 +11,7 @@ from kvcache_jax.arrays.derivatives import reverse_mode_only
 from kvcache_jax.arrays.masked_updates import get_at, set_at
 from kvcache_jax.arrays.sharding import axis_of_types, axis_to_map, over_heads
 from kvcache_jax.blocks.storage import rows_of_all_layers
+from kvcache_jax.core.backends import Backend
 from kvcache_jax.core.choose_backend import choose
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import KVPool
@@ -22,10 +23,9 @@ type Arrays = dict[str, jax.Array]
 
 def read_blocks(config: CacheConfig, group: LayerGroup, pool: KVPool, block_ids: jax.Array) -> Arrays:
     """Reads blocks i32[...]; zeros for ids that are no blocks."""
-    backend = choose(config, None, pool, group)
-    by_xla = functools.partial(_read_by_xla, group)
-    read = backend.read_blocks
-    if read is None or not group.kind.is_plain:
+    by_xla, backend = functools.partial(_read_by_xla, group), _backend_of(config, group, pool)
+    read = backend and backend.read_blocks
+    if read is None:
         return by_xla(pool, block_ids)
 
     def by_backend(pool: KVPool, block_ids: jax.Array) -> Arrays:
@@ -43,10 +43,9 @@ def write_blocks(
     config: CacheConfig, group: LayerGroup, pool: KVPool, block_ids: jax.Array, arrays: Arrays
 ) -> KVPool:
     """Writes contents into blocks i32[...], different ones, in place under donation; elsewhere nothing."""
-    backend = choose(config, None, pool, group)
-    by_xla = functools.partial(_write_by_xla, group)
-    write = backend.write_blocks
-    if write is None or not group.kind.is_plain:
+    by_xla, backend = functools.partial(_write_by_xla, group), _backend_of(config, group, pool)
+    write = backend and backend.write_blocks
+    if write is None:
         return by_xla((pool, arrays), block_ids)
 
     def by_backend(operands: tuple[KVPool, Arrays], block_ids: jax.Array) -> KVPool:
@@ -60,6 +59,18 @@ def write_blocks(
 
     operands = reverse_mode_only("blocks that are written", (pool, arrays))
     return _with_gradient_of(by_xla, by_backend, operands, block_ids)
+
+
+def _backend_of(config: CacheConfig, group: LayerGroup, pool: KVPool) -> Backend | None:
+    """Finds who moves the group's blocks; None for XLA alone.
+
+    A backend is asked about keys and values as they are given. Where the mesh of the heads is not the current
+    one, as for a cache that is saved outside of it, no kernel can be mapped over it.
+    """
+    axes = jax.sharding.get_abstract_mesh().axis_names
+    if not group.kind.is_plain or config.head_axis not in (None, *axes):
+        return None
+    return choose(config, None, pool, group)
 
 
 def _read_by_xla(group: LayerGroup, pool: KVPool, block_ids: jax.Array) -> Arrays:

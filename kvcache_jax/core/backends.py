@@ -68,7 +68,8 @@ class Backend:
       code: `(device) -> str | None`, a digest of the sources that run on the `TargetDevice`, None where none
         do; imports none of them. `implementation=None` picks the backend where a verdict on it passed.
       read_blocks: `(pool, block_ids, group) -> arrays` reads whole blocks i32[n] of all layers, by name
-        `[n, num_layers, *shape]`; zeros for ids that are no blocks.
+        `[n, num_layers, *shape]`; zeros for ids that are no blocks. Asked, as `write_blocks` is,
+        for plain "k" and "v" alone.
       write_blocks: `(pool, arrays, block_ids, group) -> pool` writes such arrays into blocks, all different;
         ids that are no blocks nowhere.
       platform: The one platform on which attention is the backend's, XLA's on others and in exports; or None.

@@ -68,10 +68,11 @@ class CacheConfig:
         `eviction_policy`. Ties: the block released longest ago.
         A block is evicted before the block it continues. Every policy but "lru" scans all blocks;
         `policies.InBatches(name, batch_size)` scans them less often.
-      implementation: The backend of attention, writing and copy-on-write: "xla", "mosaic_gpu" (bfloat16 and
-        float16 on Hopper and Blackwell GPUs), "mosaic_tpu", a name registered with `register_backend`,
-        or None for what the environment's `KVCACHE_JAX_IMPLEMENTATION` names, else for kernels that support
-        the call where a verdict of `experiments.first_gpu_run` passed, else "xla" (docs/devices.md). Parts
+      implementation: The backend of attention, writing, and whole blocks that are copied, exported or
+        imported: "xla", "mosaic_gpu" (Hopper and Blackwell GPUs; bfloat16, float16 and attention of 8 bits),
+        "mosaic_tpu", a name registered with `register_backend`, or None for what the environment's
+        `KVCACHE_JAX_IMPLEMENTATION` names, else for kernels that support the call where a verdict of
+        `experiments.first_gpu_run` passed, else "xla" (docs/devices.md). Parts
         that a backend lacks are XLA's, and so are gradients.
       head_axis: Mesh axis over which the key/value heads are split, so that kernels run on each device's
         own heads; `init` then splits the pools so. XLA's attention does not need to know.

@@ -2,7 +2,7 @@
 
 Who comes, and what was drawn, waits for what is under way, so dispatches are short. But each costs the host
 some time, to pack, launch, read and deliver it, in which a device without another dispatch does nothing.
-Where the host can end them as soon as somebody waits, they are long; see `LiveLength`.
+Where the host can end one that is under way, it does so as soon as somebody waits; see `LiveLength`.
 """
 
 import math
@@ -57,8 +57,6 @@ class Pace:
         most = math.ceil(self._host_s / (_SHARE * self._step_s * share))
         most = min(max(most, 1), self._most_steps)
         is_cheap = self._late_more_s < _MOST_SHARE * share * self._late_s
-        if is_cheap and self._shorten:
-            most = self._most_steps  # nobody waits for its end
         return Length(1 if is_cheap else most, most), num_ahead
 
     def ticks(self, now: float) -> int:

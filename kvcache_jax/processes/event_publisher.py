@@ -134,7 +134,7 @@ class EventPublisher(Attachment, contextlib.AbstractContextManager):
         socket = stack.enter_context(self._context.socket(kind))
         socket.linger = 1000  # milliseconds that closing waits for the network
         if kind == self._zmq.ROUTER:
-            # However slowly a client reads, it gets all that is kept.
+            # However slowly a client reads that asks once, it gets all that is kept.
             socket.sndhwm = self._waiting.maxsize + 1
         try:
             socket.bind(address)

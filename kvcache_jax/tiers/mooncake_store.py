@@ -46,7 +46,7 @@ class MooncakeStore:
         Args:
           master: Such as "host0:50051".
           segment_bytes: Memory that this process gives to the pool; 0 for none.
-          buffer_bytes: Memory for values on their way; a value has at most a quarter of it.
+          buffer_bytes: Memory for values on their way, of which a value may need four times its size.
           host: The name by which other processes reach this machine.
           metadata: Of Mooncake's transfer engine, such as its server's address. Default: none is needed.
           protocol: "tcp" or "rdma".

@@ -1,10 +1,12 @@
 """A store of blocks in TensorStore's key-value stores: files, S3, GCS and others."""
 
+import contextlib
 import os
 import pathlib
 import secrets
 import threading
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from kvcache_jax.tiers.block_store import Data, checked_key, checked_limit
@@ -17,14 +19,16 @@ class TensorStore:
 
     With a limit, values go to the newer of two halves. When that is full, the older one is removed as a
     whole, with its files, and a new one begins. A value that is read in the older half is written to the
-    newer one, so that what goes was not used for half of the limit. Without a limit the same place is
-    another store.
+    newer one, so that what goes was not read for half of the limit; to be asked for by `contains` is no use.
+    Without a limit the same place is another store.
 
     Attributes:
       spec: The store as TensorStore describes it. A path means `ocdbt` there, which keeps many values in
         few files and which several processes may write.
-      max_bytes: Bytes of values, written again or not, of all processes together. One of more than half of
-        them is not kept. None for no limit.
+      max_bytes: Bytes of values, written again or not, of all processes together. What processes write at
+        the same moment comes on top, and what the database itself takes: little for values of 10 kB and more
+        or for many at a time, several times as much as small values that are put one by one. A value of more
+        than half of the limit is not kept. None for no limit.
 
     Raises:
       ImportError: tensorstore is missing; the extra `tensorstore` brings it.
@@ -55,6 +59,8 @@ class TensorStore:
         self._lock, self._writer, self._halves = threading.Lock(), secrets.token_hex(8), dict[int, Any]()
         is_database = max_bytes is not None and self.spec.get("driver") == "ocdbt"
         self._root: Any = self._open(self.spec["base"] if is_database else self.spec)
+        if is_database and self._root.path and not self._root.path.endswith("/"):
+            self._root = self._root + "/"
 
     def contains(self, keys: Sequence[str]) -> list[bool]:
         """Tests which keys have a value."""
@@ -70,37 +76,45 @@ class TensorStore:
         newest, *older = self._stores()
         found = self._read(newest, [checked_key(key) for key in keys])
         for values in older:
-            left = [i for i, value in enumerate(found) if value is None]
-            again = self._read(values, [keys[i] for i in left])
-            found = [*found]
-            for i, value in zip(left, again, strict=True):
-                found[i] = value
-            self.put([(keys[i], value) for i in left if (value := found[i]) is not None])
-        return found
+            left = [i for i, result in enumerate(found) if result.state != "value"]
+            stamps = {keys[i]: found[i].stamp.generation for i in left}
+            for i, result in zip(left, self._read(values, [keys[i] for i in left]), strict=True):
+                found[i] = result
+            moved = [(keys[i], found[i].value) for i in left if found[i].state == "value"]
+            # What was read is returned, also where it cannot be written, or another process wrote meanwhile.
+            with self._lock, contextlib.suppress(ValueError, RuntimeError, OSError):
+                while moved:
+                    moved = self._put_some(moved, stamps)
+        return [result.value if result.state == "value" else None for result in found]
 
     def put(self, items: Sequence[tuple[str, Data]]) -> None:
-        """Writes pairs of a key and a value in one transaction, or where a half is full in two."""
+        """Writes pairs of a key and a value in one transaction, or where halves are full in several."""
         pairs = [(checked_key(key), bytes(value)) for key, value in items]
         if self.max_bytes is None:
             self._write(self._root, pairs)
             return
-        most = self.max_bytes // 2
-        if large := [key for key, value in pairs if len(value) > most]:
+        if large := [key for key, value in pairs if len(value) > self.max_bytes // 2]:
             self.remove(large)
-        pairs = [pair for pair in pairs if len(pair[1]) <= most]
+        pairs = [pair for pair in pairs if len(pair[1]) <= self.max_bytes // 2]
         with self._lock:
             while pairs:
-                pairs = self._put_some(pairs, most)
+                pairs = self._put_some(pairs)
 
     def remove(self, keys: Sequence[str]) -> None:
         """Removes values; keys without one are skipped."""
         for values in self._stores():
             self._write(values, [(checked_key(key), None) for key in keys])
 
-    def _put_some(self, pairs: list[tuple[str, bytes]], most: int) -> list[tuple[str, bytes]]:
-        """Writes pairs until the newer half has `most` bytes, and begins a new one; returns those left."""
+    def _put_some(
+        self, pairs: list[tuple[str, bytes]], stamps: Mapping[str, Any] = MappingProxyType({})
+    ) -> list[tuple[str, bytes]]:
+        """Writes pairs until the newer half is full, and begins a new one; returns the pairs left.
+
+        Of a key in `stamps` the newer half must be as it was then, or nothing is written.
+        """
+        assert self.max_bytes is not None
         number, stamp = self._newest()
-        values = self._half(number)
+        values, most = self._half(number), self.max_bytes // 2
         sizes = values.list(self._ts.KvStore.KeyRange(_SIZES, _SIZES + "~")).result()
         sizes = {key.decode(): int(values.read(key).result().value or 0) for key in sizes}
         num_own, num_left = sizes.get(_SIZES + self._writer, 0), most - sum(sizes.values())
@@ -110,13 +124,13 @@ class TensorStore:
                 break
             num_taken, num_own, num_left = num_taken + 1, num_own + len(value), num_left - len(value)
         if num_taken:
-            self._write(values, [*pairs[:num_taken], (_SIZES + self._writer, b"%d" % num_own)])
+            self._write(values, [*pairs[:num_taken], (_SIZES + self._writer, b"%d" % num_own)], stamps)
         pairs = pairs[num_taken:]
         if pairs:
             # Of processes that find it full at once, one makes the next.
             self._root.write(_NEWEST, b"%d" % (number + 1), if_equal=stamp).result()
-            old = self._name(number - 1)
-            self._root.delete_range(self._ts.KvStore.KeyRange(old, old + "~")).result()
+            # All that are older go, also what a process left that was killed here.
+            self._root.delete_range(self._ts.KvStore.KeyRange(self._name(0), self._name(number))).result()
         return pairs
 
     def _stores(self) -> list[Any]:
@@ -133,13 +147,14 @@ class TensorStore:
 
     def _half(self, number: int) -> Any:
         """Opens a half; those before the last two are gone."""
-        if number not in self._halves:
+        place = self._halves.get(number)
+        if place is None:
             place = self._root + self._name(number)
             if self.spec.get("driver") == "ocdbt":
                 place = self._open({**self.spec, "base": place.spec().to_json()})
             kept = {each: values for each, values in self._halves.items() if abs(number - each) == 1}
             self._halves = kept | {number: place}
-        return self._halves[number]
+        return place
 
     def _name(self, number: int) -> str:
         return f"{number:012}/"
@@ -147,13 +162,16 @@ class TensorStore:
     def _open(self, spec: Any) -> Any:
         return self._ts.KvStore.open(spec, context=self._context).result()
 
-    def _read(self, values: Any, keys: Sequence[str]) -> list[Data | None]:
-        futures = [values.read(key) for key in keys]
-        results = [future.result() for future in futures]
-        return [result.value if result.state == "value" else None for result in results]
+    def _read(self, values: Any, keys: Sequence[str]) -> list[Any]:
+        return [future.result() for future in [values.read(key) for key in keys]]
 
-    def _write(self, values: Any, items: Sequence[tuple[str, bytes | None]]) -> None:
+    def _write(
+        self,
+        values: Any,
+        items: Sequence[tuple[str, bytes | None]],
+        stamps: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         with self._ts.Transaction() as transaction:
             values = values.with_transaction(transaction)
-            for future in [values.write(key, value) for key, value in items]:
+            for future in [values.write(key, value, if_equal=stamps.get(key)) for key, value in items]:
                 future.result()

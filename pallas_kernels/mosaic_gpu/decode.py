@@ -6,8 +6,8 @@ columns, not 64 padded rows. Two rings of shared memory, for K and for V, are fi
 (TMA), one per piece of a block; the program that uses a slot also refills it.
 
 The softmax is online and to the base 2, with `scale * log2(e)` folded into one factor. Keys and values of 8
-bits are multiplied as they are stored, in bfloat16: of `scale * number + offset`, scales and offsets of keys
-go into logits, and into weights and results those of values.
+bits are multiplied as they are stored, in bfloat16: of `scale * number + offset`, keys' scales and offsets go
+into logits, values' into weights and results.
 """
 
 import functools
@@ -53,15 +53,20 @@ from pallas_kernels.mosaic_gpu.lanes import (
     result_shapes,
     write_results,
 )
-from pallas_kernels.mosaic_gpu.limits import DECODED, num_sms, target, why_not_block, why_not_pool
+from pallas_kernels.mosaic_gpu.limits import (
+    DECODED,
+    WIDENED_HEAD_DIMS,
+    num_sms,
+    target,
+    why_not_block,
+    why_not_pool,
+)
 from pallas_kernels.mosaic_gpu.logits import LOG2_E, MASKED, scaled
 from pallas_kernels.mosaic_gpu.merge import merge_items
 from pallas_kernels.mosaic_gpu.products import Multiply, multiply_on
 from pallas_kernels.mosaic_gpu.rings import Ring, ring_smem
 from pallas_kernels.mosaic_gpu.tiles import tiled
 
-WIDENED_HEAD_DIMS = (64, 128)
-"""Of pools of 8 bits: wider heads spill registers."""
 _INTERPRETED_PROGRAMS = 8
 
 

@@ -11,6 +11,8 @@ NUM_SMS = 132
 REGISTERS = 64 * 1024
 """Of an SM, of 32 bits; a thread gets them by eights."""
 HEAD_DIMS = (64, 128, 256)
+WIDENED_HEAD_DIMS = (64, 128)
+"""Of pools of 8 bits: wider heads spill registers."""
 MAX_BLOCK_SIZE = 512
 DECODED = ("bfloat16", "float16")
 MOVED = (*DECODED, "float32")

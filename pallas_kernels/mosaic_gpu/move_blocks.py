@@ -337,7 +337,7 @@ def _move(cut: _Cut, count, ends: _Ends, k_smem, v_smem, barrier) -> None:
         @pl.when((step > 0) & (later < num_steps))
         def _():
             if is_written is not None:
-                # Without writes of this step, the last two are those of the step before.
+                # Without writes of this step, the last two are of the step before.
                 pl.when(~is_written)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
             plgpu.wait_smem_to_gmem(2, wait_read_only=True)
             fetch(later, lax.rem(later, cut.stages))

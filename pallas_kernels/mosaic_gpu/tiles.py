@@ -9,7 +9,7 @@ def tiled(num_columns: int, itemsize: int) -> Any:
     """Transforms of `[..., rows, num_columns]`: tiles of 8 rows by the widest swizzle that fits.
 
     Args:
-      num_columns: A multiple of 8 elements of 4 bytes, or of 16 of 2.
+      num_columns: Of 32 bytes together, or a multiple of it.
       itemsize: Bytes of an element.
     """
     swizzle = next(size for size in (128, 64, 32) if num_columns * itemsize % size == 0)

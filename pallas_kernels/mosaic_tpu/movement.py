@@ -88,6 +88,8 @@ def scatter_blocks(
 
     sources = k.astype(k_pool.dtype), v.astype(v_pool.dtype)
     pools = _by_layer(k_pool, num_blocks), _by_layer(v_pool, num_blocks)
+    if not block_ids.size:
+        return k_pool, v_pool
     nothing = _Nothing(num_blocks)
     k, v = _move("scatter_blocks", ends, (block_ids,), None, sources, pools, interpret, nothing=nothing)
     return k.reshape(k_pool.shape), v.reshape(v_pool.shape)
@@ -132,6 +134,8 @@ def copy_blocks(
         return dst[i] == src[earlier]
 
     pools = _by_layer(k_pool, num_blocks), _by_layer(v_pool, num_blocks)
+    if not src.size:
+        return k_pool, v_pool
     k, v = _move("copy_blocks", ends, (src, dst), count, (), pools, interpret, overwrites)
     return k.reshape(k_pool.shape), v.reshape(v_pool.shape)
 

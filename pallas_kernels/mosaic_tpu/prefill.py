@@ -3,7 +3,7 @@
 import jax
 
 from pallas_kernels.decode_rows import MAX_QUERIES, DecodeOptions, DecodeRows, check_decode
-from pallas_kernels.mosaic_tpu.decode import MAX_QUERY_SIZE, attend_rows
+from pallas_kernels.mosaic_tpu.decode import MAX_QUERY_SIZE, VMEM_BYTES, attend_rows, vmem_bytes
 
 MOST_QUERIES = 128
 """Of a row: more are more than the products need."""
@@ -11,11 +11,17 @@ HEADS_AT_ONCE, MAX_TILE_LEN = 1, 256
 """Of keys and values: the logits of all heads, or of more keys, would be too much code and memory."""
 
 
-def queries_per_row(num_queries: int, num_kv_heads: int, group_size: int, head_dim: int) -> int:
-    """Returns into rows of how many queries so many of a row are cut, at least those of a decode."""
+def queries_per_row(num_queries: int, k_pool: jax.Array, group_size: int) -> int:
+    """Returns into rows of how many queries so many are cut: as VMEM holds, and a decode's at least."""
+    _, num_kv_heads, block_size, head_dim = k_pool.shape
     most = MAX_QUERY_SIZE // (num_kv_heads * group_size * head_dim)
-    most = max(MAX_QUERIES, min(most, MOST_QUERIES) // MAX_QUERIES * MAX_QUERIES)
-    return min(most, -(-num_queries // MAX_QUERIES) * MAX_QUERIES)
+    most = min(most, MOST_QUERIES, num_queries + MAX_QUERIES - 1)
+    while most >= 2 * MAX_QUERIES:
+        most -= most % MAX_QUERIES
+        if sum(vmem_bytes(k_pool, most * group_size, block_size, HEADS_AT_ONCE)) <= VMEM_BYTES:
+            return most
+        most //= 2
+    return MAX_QUERIES
 
 
 def paged_prefill(

@@ -259,6 +259,18 @@ CASES = (
     prefill_case("prefill_64_queries", num_queries=64),
     prefill_case("prefill_16_queries", num_queries=16, num_kv_heads=32, group_size=1),
     prefill_case("prefill_f32", num_queries=64, dtype="float32"),
+    prefill_case(
+        "prefill_f32_32_heads", num_queries=32, num_kv_heads=32, group_size=1, block_size=128, dtype="float32"
+    ),
+    prefill_case(
+        "prefill_f32_block_512",
+        num_queries=64,
+        num_kv_heads=1,
+        group_size=8,
+        head_dim=256,
+        block_size=512,
+        dtype="float32",
+    ),
     prefill_case("prefill_head_256", num_queries=32, head_dim=256, block_size=128),
     prefill_case(
         "prefill_all",

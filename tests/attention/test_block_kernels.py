@@ -85,6 +85,25 @@ def test_blocks_leave_and_come_back(implementation, called):
     assert called == {"gather_blocks", "scatter_blocks"}
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_what_no_kernel_moves_is_xlas(implementation):
+    """The index of windows has no arrays; outside of a mesh no kernel is mapped over heads."""
+    ids = np.array([0, 16], np.int32)
+    config = config_of(implementation, enable_prefix_caching=True, windows=[(9, 3)])
+    groups = kv.init(dataclasses.replace(config, implementation="xla")).config.groups
+    assert not all(group.arrays for group in groups)
+    for each in (
+        config,
+        config_of(implementation, enable_prefix_caching=True, head_axis="heads", windows=[None]),
+    ):
+        cache = dataclasses.replace(
+            kv.init(dataclasses.replace(each, implementation="xla", head_axis=None)), config=each
+        )
+        with testing.interpreted():
+            shapes = jax.eval_shape(kv.tiers.export_blocks, cache, ids).arrays
+        assert all(x.shape[0] == 2 for x in jax.tree.leaves(shapes)), shapes
+
+
 @pytest.mark.slow
 def test_the_gradient_of_blocks_that_leave_and_come_back_is_xlas(called):
     config = config_of("mosaic_tpu", enable_prefix_caching=True)

@@ -1,6 +1,7 @@
 """A row's keys and values as contiguous arrays."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -74,3 +75,11 @@ def test_programs_for_tpus_store_and_read_the_same(monkeypatch):
     assert_same(leaf_bytes(got[0]), leaf_bytes(want[0]))
     for x, y in zip(jax.tree.leaves(got[1:]), jax.tree.leaves(want[1:]), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("format", ["int8", "fp8", "int4"])
+def test_keys_and_values_have_the_caches_dtype(format):
+    kind = kv.Quantised(kv.FullAttention(1, 16), format, rotate=True)
+    config = kv.CacheConfig([kind], num_blocks=2, max_seqs=1, max_seq_len=16, dtype="bfloat16")
+    k, v, _ = jax.eval_shape(lambda: kv.gather(kv.init(config), 0, 0))
+    assert k.dtype == v.dtype == jnp.bfloat16

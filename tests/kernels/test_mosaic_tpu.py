@@ -75,17 +75,21 @@ def test_prefill(name, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("num_queries", "heads", "expected"),
+    ("num_queries", "block", "group_size", "expected"),
     [
-        (9, (8, 4, 128), 16),
-        (64, (8, 4, 128), 64),
-        (999, (8, 4, 128), 64),
-        (999, (1, 1, 128), 128),
-        (33, (32, 8, 256), 8),
+        (9, (8, 16, 128), 4, 16),
+        (64, (8, 16, 128), 4, 64),
+        (999, (8, 16, 128), 4, 64),
+        (999, (1, 16, 128), 1, 128),
+        (33, (32, 16, 256), 8, 8),
+        (999, (1, 512, 256), 8, 64),
+        (999, (32, 128, 128), 1, 32),
+        (999, (8, 512, 128), 16, 8),
     ],
 )
-def test_rows_have_as_many_queries_as_fit(num_queries, heads, expected):
-    assert queries_per_row(num_queries, *heads) == expected
+def test_rows_have_as_many_queries_as_fit(num_queries, block, group_size, expected):
+    pool = jax.ShapeDtypeStruct((4, *block), jnp.float32)
+    assert queries_per_row(num_queries, pool, group_size) == expected
 
 
 @pytest.mark.slow

@@ -87,7 +87,7 @@ def run_workers(num, mode, **options):
 def test_random_mixes_say_what_each_request_says_alone():
     """Between them weights change, the memory is given back and taken, and the engine is reset.
 
-    In batch-invariant mode the bits are those of one process, where the requests come in another order.
+    In batch-invariant mode the bits are the same as in one process, where the requests come in another order.
     """
     found = run_workers(2, "mixes:32")
     assert [code for code, *_ in found.values()] == [0, 0], found

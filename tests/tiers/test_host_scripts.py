@@ -33,7 +33,7 @@ def test_a_random_script(case):
     assert found[0] > 60 and sum(found[1:3]) > 13 and found[3] > 6 and found[4] > 33, found
 
 
-@pytest.mark.slow  # in `make test`: as a part of that of test_store_scripts.py
+@pytest.mark.slow  # in `make test`: as a part of the script of test_store_scripts.py
 def test_a_short_script():
     script = HostScript(11, host_config(layers=[FULL] * 2))
     for _ in range(300):
