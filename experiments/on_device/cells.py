@@ -43,7 +43,7 @@ class Cell(NamedTuple):
         context = f"{self.context // 1024}k" if self.context % 1024 == 0 else str(self.context)
         rows = self.unequal or f"{self.batch} x {context}"
         head = "" if self.head_dim == 128 else f", head {self.head_dim}"
-        dtype = dict(zip(("bfloat16", "int8", "uint8"), ("", *NAMES_OF_8_BITS), strict=True))[self.dtype]
+        dtype = ("", *NAMES_OF_8_BITS)[("bfloat16", "int8", "uint8").index(self.dtype)]
         return f"{rows}, group {self.group_size}, block {self.block_size}{head}{dtype}"
 
     @property

@@ -29,6 +29,7 @@ from pallas_kernels.decode_rows import (
     check_size,
 )
 from pallas_kernels.eight_bits import NUMBERS, WIDENED, Scaling, check_scaling
+from pallas_kernels.mosaic_gpu import limits
 from pallas_kernels.mosaic_gpu.decode_budget import num_stages, programs_per_sm
 from pallas_kernels.mosaic_gpu.decode_mask import KeyMask
 from pallas_kernels.mosaic_gpu.decode_plan import (
@@ -53,14 +54,7 @@ from pallas_kernels.mosaic_gpu.lanes import (
     result_shapes,
     write_results,
 )
-from pallas_kernels.mosaic_gpu.limits import (
-    DECODED,
-    WIDENED_HEAD_DIMS,
-    num_sms,
-    target,
-    why_not_block,
-    why_not_pool,
-)
+from pallas_kernels.mosaic_gpu.limits import DECODED, num_sms, target, why_not_block, why_not_pool
 from pallas_kernels.mosaic_gpu.logits import LOG2_E, MASKED, scaled
 from pallas_kernels.mosaic_gpu.merge import merge_items
 from pallas_kernels.mosaic_gpu.products import Multiply, multiply_on
@@ -221,8 +215,8 @@ def why_not(k_pool: jax.Array, group_size: int) -> str | None:
     """Why this kernel does not take a pool, with so many query heads per key/value head; None if it does."""
     if reason := why_not_pool(k_pool, (*DECODED, *NUMBERS)):
         return reason
-    if k_pool.dtype.itemsize == 1 and k_pool.shape[3] not in WIDENED_HEAD_DIMS:
-        most = " or ".join(map(str, WIDENED_HEAD_DIMS))
+    if k_pool.dtype.itemsize == 1 and k_pool.shape[3] not in limits.WIDENED_HEAD_DIMS:
+        most = " or ".join(map(str, limits.WIDENED_HEAD_DIMS))
         return f"head_dim is {k_pool.shape[3]} with numbers of 8 bits, expected {most}"
     if group_size > MAX_GROUP_SIZE:
         return f"{group_size} query heads share a key/value head, expected up to {MAX_GROUP_SIZE}"

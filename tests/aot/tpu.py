@@ -274,6 +274,7 @@ CASES = (
     prefill_case("prefill_head_256", num_queries=32, head_dim=256, block_size=128),
     prefill_case(
         "prefill_all",
+        num_rows=8,
         num_queries=128,
         num_kv_heads=1,
         group_size=16,
