@@ -25,20 +25,12 @@ class Pair(NamedTuple):
 
 
 def gsm8k(folder: Path) -> list[Pair]:
-    """Reads questions and worked answers.
-
-    Raises:
-      InputError: there is no such file, or it is another one.
-    """
+    """Reads questions and worked answers."""
     return _read(folder / GSM8K, open, "openai's gsm8k test.jsonl", ("question", "answer"))
 
 
 def human_eval(folder: Path) -> list[Pair]:
-    """Reads problems and solutions.
-
-    Raises:
-      InputError: likewise.
-    """
+    """Reads problems and solutions."""
     keys = "prompt", "canonical_solution"
     return _read(folder / HUMAN_EVAL, gzip.open, "openai's HumanEval.jsonl.gz", keys)
 
@@ -49,11 +41,7 @@ def shots_of(pairs: Sequence[Pair]) -> str:
 
 
 def few_shot_prompts(folder: Path, num_prompts: int) -> list[list[int]]:
-    """Makes prompts of bytes: the first questions of GSM8K as shots, and the next ones to be answered.
-
-    Raises:
-      InputError: there is no such file, or it has too few questions.
-    """
+    """Makes prompts of bytes: the first questions of GSM8K as shots, and the next ones to be answered."""
     pairs, needed = gsm8k(folder), NUM_SHOTS + num_prompts
     if len(pairs) < needed:
         raise InputError(

@@ -18,7 +18,6 @@ from models.decoder import Decoder
 
 
 def add_option(parser: argparse.ArgumentParser) -> None:
-    """Adds the option --checkpoint."""
     parser.add_argument(
         "--checkpoint", type=command.name, default=corpus.MODEL, metavar="DIR", help="another model of bytes"
     )
@@ -27,11 +26,8 @@ def add_option(parser: argparse.ArgumentParser) -> None:
 def load(parser: command.Parser, folder: Path, *, beside: str | None = None, reads: bool = True) -> Decoder:
     """Loads a model in float32, or ends the command with what is wrong.
 
-    Args:
-      parser: Of the command.
-      folder: The checkpoint.
-      beside: For one that is compared with layers of `dense_decoder`: what they are in the study.
-      reads: Whether the model reads texts, each byte a token.
+    One that is compared with layers of `dense_decoder`, which are `beside` it, has no options that they lack;
+    a model that `reads` texts has a token for each byte.
     """
     with parser.refusing(checkpoint.CheckpointError):
         decoder = checkpoint.load(folder, dtype=jnp.float32)

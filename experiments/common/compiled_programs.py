@@ -52,7 +52,6 @@ def keep() -> Path | None:
 
 
 def num_kept(folder: Path | None) -> int:
-    """Programs in the folder."""
     return sum(1 for _ in folder.glob("*-cache")) if folder else 0
 
 

@@ -48,7 +48,6 @@ _EXCLUDED = {"test", "tests", "idle_test", "encodings", "site-packages", "dist-p
 
 
 def folder() -> Path:
-    """Where this Python keeps its standard library."""
     return Path(sysconfig.get_path("stdlib"))
 
 
@@ -92,7 +91,6 @@ def windows(data: np.ndarray, seed: int, step: int, num_rows: int, length: int) 
 
 
 def compressed_bits(data: bytes) -> dict[str, float]:
-    """Bits per byte of `gzip -9` and of lzma with preset 9."""
     sizes = {"gzip -9": len(gzip.compress(data, 9)), "lzma 9": len(lzma.compress(data, preset=9))}
     return {name: 8 * size / len(data) for name, size in sizes.items()}
 

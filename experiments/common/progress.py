@@ -10,14 +10,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemaining
 
 @contextlib.contextmanager
 def progress(what: str, total: int, every: int) -> Iterator[Callable[[int, str], None]]:
-    """A bar that `show(num_done, figure)` moves; where standard error is a file, a line now and then.
+    """A bar that `show(num_done, figure)` moves; where standard error is a file, a line `every` few steps.
 
     Nothing is written before the first step: bad input is one line.
-
-    Args:
-      what: Is being done.
-      total: Steps.
-      every: Steps behind which there is a line, as behind the last.
     """
     console = Console(stderr=True)
     columns = (what, BarColumn(), MofNCompleteColumn(), "{task.fields[figure]}", TimeRemainingColumn())

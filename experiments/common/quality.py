@@ -29,18 +29,7 @@ def run_study(
     draw: Callable[[dict[str, Any], Path], None],
     beside: str | None = None,
 ) -> int:
-    """Runs the command of a study.
-
-    Args:
-      module: As it is started.
-      doc: Its docstring.
-      arguments: Of the command line.
-      measure: Of the model, the report without its bars.
-      bars_of: The bars of that.
-      show: Prints the report.
-      draw: Writes its figure.
-      beside: See `byte_model.load`.
-    """
+    """Runs the command of a study: `measure` makes the report of a model, `bars_of` its bars."""
     parser = command.Parser(module, doc)
     report.add_options(parser)
     byte_model.add_option(parser)
@@ -64,8 +53,7 @@ def read(
 ) -> tuple[kv.Cache, jax.Array]:
     """Appends tokens i32[n, T] to rows, all of them or the first i32[n] of each.
 
-    Returns:
-      The cache, and log-probabilities f32[n, T, vocab_size] of what follows each token.
+    Returns the cache, and log-probabilities f32[n, T, vocab_size] of what follows each token.
     """
     tokens = jnp.asarray(tokens)
     if num_new is None:
@@ -78,10 +66,7 @@ def read(
 def held_out_windows(num_files: int, skipped: int, length: int) -> np.ndarray:
     """Cuts i32[num_files, length], a piece of each of the first held-out files that are long enough.
 
-    Args:
-      num_files: Pieces.
-      skipped: Bytes before a piece: what a file begins with is alike in many.
-      length: Bytes of a piece.
+    What is `skipped` before a piece is alike in many files.
     """
     pieces = [file[skipped : skipped + length] for file in corpus.held_out_files().values()]
     pieces = [piece for piece in pieces if len(piece) == length][:num_files]

@@ -4,7 +4,7 @@ parser = command.Parser("experiments.some", __doc__)
 report.add_options(parser)
 options = parser.parse_args(arguments)
 found = {"records": records, "bars": [report.at_most("seconds", 3.2, 4)]}
-report.deliver(found, options, show, draw)
+return report.deliver(found, options, show, draw)
 """
 
 import argparse
@@ -17,16 +17,19 @@ from typing import Any
 
 from experiments.common import command, timing
 
+Report = dict[str, Any]
+Show = Callable[[Report], None]
+Draw = Callable[[Report, Path], None]
+
 _LIMITS = "at_most", "at_least", "exactly"
-_VERDICTS = {True: "holds", False: "does not hold"}
 
 
-def at_most(bar: str, measured: float, limit: float) -> dict[str, Any]:
+def at_most(bar: str, measured: float, limit: float) -> Report:
     """Says what must not exceed a limit, and whether it does."""
     return {"bar": bar, "measured": measured, "at_most": limit, "holds": bool(measured <= limit)}
 
 
-def at_least(bar: str, measured: float, limit: float) -> dict[str, Any]:
+def at_least(bar: str, measured: float, limit: float) -> Report:
     """Says what must not fall below a limit, and whether it does."""
     return {"bar": bar, "measured": measured, "at_least": limit, "holds": bool(measured >= limit)}
 
@@ -39,7 +42,7 @@ def add_options(parser: argparse.ArgumentParser, *, draws: bool = True) -> None:
         parser.add_argument("--picture", type=command.picture, metavar="FILE", help="also draw a figure")
 
 
-def provenance() -> dict[str, Any]:
+def provenance() -> Report:
     """Tells where and with which code a report is made."""
     import jax
 
@@ -51,19 +54,10 @@ def provenance() -> dict[str, Any]:
     }
 
 
-def deliver(
-    found: dict[str, Any],
-    options: argparse.Namespace,
-    show: Callable[[dict[str, Any]], None],
-    draw: Callable[[dict[str, Any], Path], None] | None = None,
-) -> None:
-    """Prints a report, as tables or as one JSON object, and draws its figure, as the options want it.
+def deliver(found: Report, options: argparse.Namespace, show: Show, draw: Draw | None = None) -> int:
+    """Prints a report as the options of `add_options` want it, and draws its figure; returns exit code 0.
 
-    Args:
-      found: Of the report all but its provenance and seconds.
-      options: From `add_options`.
-      show: Prints the tables.
-      draw: Writes the figure.
+    What was `found` lacks its provenance and the seconds that it took.
     """
     report = provenance() | {"seconds": time.perf_counter() - options.start} | found
     if options.json:
@@ -72,11 +66,12 @@ def deliver(
         show(report)
     if draw is not None and options.picture:
         draw(report, options.picture)
+    return 0
 
 
 def figure(
     size: tuple[float, float], *shape: int, grid: str | Sequence[str] = "both", dpi: int = 120, **options: Any
-) -> Callable[[Callable[..., None]], Callable[[dict[str, Any], Path], None]]:
+) -> Callable[[Callable[..., None]], Draw]:
     """Makes of a function that draws a report on panels one that writes its figure to a file.
 
     Args:
@@ -87,9 +82,9 @@ def figure(
       **options: Of matplotlib's `Figure.subplots`.
     """
 
-    def decorate(draw: Callable[..., None]) -> Callable[[dict[str, Any], Path], None]:
+    def decorate(draw: Callable[..., None]) -> Draw:
         @functools.wraps(draw)
-        def write(report: dict[str, Any], path: Path) -> None:
+        def write(report: Report, path: Path) -> None:
             from matplotlib.figure import Figure
 
             made = Figure(figsize=size, layout="constrained")
@@ -106,15 +101,33 @@ def figure(
     return decorate
 
 
-def show_provenance(report: dict[str, Any]) -> None:
+def framed(show: Show, digits: int = 3) -> Show:
+    """Decorates what prints a report's tables: first where it was made, at last its bars if it has any."""
+
+    @functools.wraps(show)
+    def shown(report: Report) -> None:
+        show_provenance(report)
+        show(report)
+        if "bars" in report:
+            show_bars(report, digits)
+
+    return shown
+
+
+def table(title: str, columns: timing.Columns, digits: int = 3) -> Show:
+    """Makes the function that prints a report whose `records` are its one table."""
+    return framed(lambda report: timing.show_records(title, columns, report["records"]), digits)
+
+
+def show_provenance(report: Report) -> None:
     """Prints the line that a report begins with."""
     host = report["machine"]
     print(f"{host['cpu']}, {host['num_cores']} cores, {report['device']}, jax {report['jax']}")
 
 
-def show_bars(report: dict[str, Any], digits: int = 3) -> None:
+def show_bars(report: Report, digits: int = 3) -> None:
     """Prints what a report ends with: its bars, how many do not hold, and the time of all."""
-    bars: Sequence[dict[str, Any]] = report["bars"]
+    bars: Sequence[Report] = report["bars"]
     columns = {
         "bar": "{bar}",
         "measured": f"{{measured:.{digits}g}}",
@@ -126,24 +139,11 @@ def show_bars(report: dict[str, Any], digits: int = 3) -> None:
     print(f"\n{num_failed} of {len(bars)} bars do not hold; {report['seconds']:.0f} s in all")
 
 
-def table(title: str, columns: timing.Columns, digits: int = 3) -> Callable[[dict[str, Any]], None]:
-    """Makes the function that prints a report of one table: its records, and bars if it has any."""
-
-    def show(report: dict[str, Any]) -> None:
-        show_provenance(report)
-        timing.show_records(title, columns, report["records"])
-        if "bars" in report:
-            show_bars(report, digits)
-
-    return show
-
-
-def limit_of(bar: dict[str, Any]) -> str:
-    """Words a bar's limit."""
+def limit_of(bar: Report) -> str:
     name = next(name for name in _LIMITS if name in bar)
     return f"{name.replace('_', ' ')} {bar[name]:g}"
 
 
 def verdict(holds: bool) -> str:
     """Words whether a bar holds; `show_table` colours it."""
-    return _VERDICTS[holds]
+    return "holds" if holds else "does not hold"

@@ -83,7 +83,6 @@ def cells(columns: Columns, records: Sequence[Any]) -> list[list[str]]:
 
 
 def show_records(title: str, columns: Columns, records: Sequence[Any], num_text: int = 1) -> None:
-    """Prints a table of records, a row each."""
     show_table(title, list(columns), cells(columns, records), num_text)
 
 

@@ -1,15 +1,12 @@
 """Records of studies: the code of today shows and draws them, and judges them as they were judged."""
 
 import importlib
-import json
-from pathlib import Path
 
 import pytest
 
 for package in ("flax", "matplotlib", "optax", "rich"):
     pytest.importorskip(package)
 
-RESULTS = Path(__file__).resolve().parents[2] / "experiments" / "results"
 SHOWN = {
     "agents": "agents",
     "bookkeeping": "bookkeeping.__main__",
@@ -42,8 +39,8 @@ JUDGED = {
 
 
 @pytest.mark.parametrize("name", [*SHOWN, *DRAWN])
-def test_a_record_is_shown_and_judged_as_it_was(name, capsys, tmp_path):
-    record = json.loads((RESULTS / f"{name}.json").read_text())
+def test_a_record_is_shown_and_judged_as_it_was(name, capsys, tmp_path, recorded):
+    record = recorded(name)
     module = importlib.import_module(f"experiments.{(SHOWN | DRAWN)[name]}")
     module.show(record)
     num_failed = sum(not bar["holds"] for bar in record["bars"])
