@@ -4,16 +4,14 @@ Command: python -m experiments.fleet --trace FILE [--requests N] [--replicas N] 
   [--picture FILE]
 Machine: 2 virtual cores of an AMD EPYC, shared with other work; jax 0.12.0.1
 Answer:  with a router that asks for the longest prefix hits are 2.17 times round robin's, and 1.94 times with
-  one that asks for the cost (bar 1.5); 99 of 100 first tokens come within 3.9 and 3.4 s, not 5.0. At twice
-  the load it is 2.21 and 1.90 times. At 3.3 times the load, which is more than the replicas can do, it is
-  1.53 and 1.33 times (missed): what waits for a minute is evicted before.
+  one that asks for the cost (bar 1.5); 99 of 100 first tokens come within 3.9 and 3.4 s, not 5.0. At 3.3
+  times the load, which is more than the replicas can do, it is 1.53 and 1.33 times (missed).
 Record:  experiments/results/fleet.json, docs/fleet.png.
 
-The first requests of Mooncake's conversations, each at its time times a factor (--arrivals), go to replicas
-that compute nothing (`SimulatedReplica`): a chip each, Llama 3.1 8B, seconds by data sheets as in
-`experiments.serve --simulate`. The choice is `kvcache_jax.processes.choose_replica`. The router knows at once
-what a replica holds. Hits are tokens of prompts; the queue is of requests without a first token, at one
-replica.
+The first requests of a trace, each at its time times a factor (--arrivals), go to replicas that compute
+nothing: a chip each, Llama 3.1 8B, seconds by data sheets as in `experiments.serve --simulate`. The choice is
+`kvcache_jax.processes.choose_replica`. The router knows at once what a replica holds. Hits are tokens of
+prompts; the queue is of requests without a first token, at one replica.
 """
 
 import argparse
@@ -28,8 +26,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments.common import command, log_axes
-from experiments.common.report import add_options, at_least, deliver, figure, show_bars, show_provenance
+from experiments.common.report import add_options, at_least, deliver, figure, framed
 from experiments.common.timing import show_records
+from experiments.serve.server import percentiles
 from experiments.serve.simulate import LLAMA, MACHINES, MOST_PROMPT_TOKENS, Machine, ModelSizes
 from experiments.serve.workload import read_answers
 from experiments.traces.trace import add_trace_options, full_blocks_only, read_trace
@@ -48,11 +47,7 @@ class Request(NamedTuple):
 
 
 class Index:
-    """Blocks of a replica: in use by rows, or left for others, of which the least recently used go first.
-
-    Args:
-      num_blocks: Of the pool.
-    """
+    """Blocks of a replica: in use by rows, or left for others, of which the least recently used go first."""
 
     def __init__(self, num_blocks: int):
         self.num_blocks = num_blocks
@@ -98,19 +93,16 @@ class Index:
             self._num_users[each] = self._num_users.get(each, 0) + 1
 
 
+@dataclasses.dataclass
 class _Row:
-    def __init__(self, request: Request, num_queued: int):
-        self.request, self.num_queued, self.num_hits, self.start = request, num_queued, 0, 0
+    request: Request
+    num_queued: int
+    num_hits: int = 0
+    start: int = 0
 
 
 class SimulatedReplica:
-    """Serves requests in the order in which they come, prompts in chunks beside the rows that decode.
-
-    Args:
-      machine: It runs on.
-      model: Its costs.
-      block_size: Tokens of a block.
-    """
+    """Serves requests in the order in which they come, prompts in chunks beside the rows that decode."""
 
     def __init__(self, machine: Machine, model: ModelSizes, block_size: int):
         self._machine, self._model, self._block_size = machine, model, block_size
@@ -231,20 +223,17 @@ MEASURES = {
 }
 
 
+@framed
 def show(report: dict[str, Any]) -> None:
-    """Prints a report, the object of `--json`, as a table."""
-    show_provenance(report)
     title = (
         "{num_requests:,} requests of {trace}; {num_replicas} simulated replicas of {model}, each "
         "{chips_per_replica} {chip} with {blocks_per_replica:,} blocks of {tokens_per_block} tokens"
     )
     show_records(title.format(**report), COLUMNS, report["records"], num_text=2)
-    show_bars(report)
 
 
 @figure((9, 3.2), 1, 3, dpi=150, grid="x", sharey=True)
 def draw(report: dict[str, Any], *panels: Any) -> None:
-    """Writes a picture: hits, longest queue and time to first token by policy and load."""
     records = report["records"]
     factors = list(dict.fromkeys(record["arrivals"] for record in records))
     for ax, (title, measure) in zip(panels, MEASURES.items(), strict=True):
@@ -291,24 +280,19 @@ def main(arguments: list[str] | None = None) -> int:
                 ratio = found[policy]["num_hit_tokens"] / max(found["round robin"]["num_hit_tokens"], 1)
                 name = f"hits of {policy!r}, in times of round robin's, arrivals times {arrivals:g}"
                 bars.append(at_least(name, ratio, 1.5))
-    deliver(
-        {
-            "trace": options.trace.name,
-            "num_requests": len(requests),
-            "num_replicas": options.replicas,
-            "chip": options.machine,
-            "chips_per_replica": options.chips,
-            "blocks_per_replica": LLAMA.num_blocks(machine, options.tokens_per_id),
-            "tokens_per_block": options.tokens_per_id,
-            "model": LLAMA.name,
-            "records": records,
-            "bars": bars,
-        },
-        options,
-        show,
-        draw,
-    )
-    return 0
+    report = {
+        "trace": options.trace.name,
+        "num_requests": len(requests),
+        "num_replicas": options.replicas,
+        "chip": options.machine,
+        "chips_per_replica": options.chips,
+        "blocks_per_replica": LLAMA.num_blocks(machine, options.tokens_per_id),
+        "tokens_per_block": options.tokens_per_id,
+        "model": LLAMA.name,
+        "records": records,
+        "bars": bars,
+    }
+    return deliver(report, options, show, draw)
 
 
 def read_requests(path: Path, tokens_per_id: int, num: int) -> list[Request]:
@@ -321,7 +305,6 @@ def read_requests(path: Path, tokens_per_id: int, num: int) -> list[Request]:
 
 
 def serve(requests: list[Request], policy: str, machine: Machine, options: argparse.Namespace) -> dict:
-    """Serves all requests by one policy."""
     replicas = [SimulatedReplica(machine, LLAMA, options.tokens_per_id) for _ in range(options.replicas)]
     for turn, request in enumerate(requests):
         for replica in replicas:
@@ -336,7 +319,7 @@ def serve(requests: list[Request], policy: str, machine: Machine, options: argpa
         "num_hit_tokens": num_hit_tokens,
         "hit_rate": num_hit_tokens / sum(request.num_tokens for request in requests),
         "longest_queue": max(replica.longest_queue for replica in replicas),
-        "first_token_s": {f"p{p}": float(np.percentile(seconds, p)) for p in (50, 99)},
+        "first_token_s": percentiles(seconds),
         "most_requests": max(replica.num_requests for replica in replicas),
         "fewest_requests": min(replica.num_requests for replica in replicas),
         "served_s": max(replica.clock for replica in replicas),

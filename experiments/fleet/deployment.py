@@ -44,11 +44,7 @@ MOST_LOSSES = 8
 
 
 class EngineReplica:
-    """An engine in a process of its own.
-
-    Args:
-      options: Of the command.
-    """
+    """An engine in a process of its own."""
 
     def __init__(self, options: argparse.Namespace):
         compiled_programs.keep()  # one that takes the place of another starts sooner
@@ -73,7 +69,6 @@ class EngineReplica:
             channel.close()
 
     async def status(self) -> dict[str, Any]:
-        """Returns the process and its metrics."""
         return {"pid": os.getpid(), "metrics": await self._thread.metrics()}
 
     def record_routing_stats(self) -> dict[str, Any]:
@@ -111,16 +106,11 @@ class PrefixRouter(RequestRouter):
             self._knowledge.send(pending_request.args[0], number, replica_id.unique_id, stats)
 
     def on_request_completed(self, replica_id, internal_request_id) -> None:
-        """Forgets a request that has ended."""
         self._knowledge.end(internal_request_id)
 
 
 class Fleet:
-    """The replicas, as the server sees an engine's thread; of one event loop.
-
-    Args:
-      engines: Handle of the deployment.
-    """
+    """The replicas, as the server sees an engine's thread; of one event loop."""
 
     end = None
 
@@ -142,13 +132,11 @@ class Fleet:
         return True
 
     def cancel(self, requests: Sequence[kv.GenerationRequest]) -> None:
-        """Ends requests that have not ended."""
         for request in requests:
             if task := self._tasks.get(request.id):
                 task.cancel()
 
     async def metrics(self) -> dict[str, Any]:
-        """Adds up the metrics of all replicas."""
         found = await self._engines.broadcast("status").results_async(return_exceptions=True)
         return total([each["metrics"] for each in found if not isinstance(each, Exception)])
 
@@ -192,12 +180,7 @@ def _of_prompt(event: kv.engine.TokenEvent, num_tokens: int) -> kv.engine.TokenE
 
 
 class Front:
-    """OpenAI's protocol over HTTP, for `serve.ingress`.
-
-    Args:
-      engines: Handle of the deployment.
-      options: Of the command.
-    """
+    """OpenAI's protocol over HTTP, for `serve.ingress`."""
 
     def __init__(self, engines: Any, options: argparse.Namespace):
         self._service = server.make_service(options, thread=Fleet(engines))
@@ -207,7 +190,6 @@ class Front:
 
 
 def make_application(options: argparse.Namespace) -> Any:
-    """Makes the application for `serve.run`."""
     routed = RequestRouterConfig(
         request_router_class=f"{PrefixRouter.__module__}:{PrefixRouter.__name__}",
         request_router_kwargs={"block_size": options.block_size, "policy": options.router},

@@ -40,11 +40,6 @@ class Knowledge:
     """What the router knows of replicas, by their names.
 
     A request that was sent counts as queued until it ends, and its prompt as held at once.
-
-    Args:
-      block_size: Of the replicas' caches.
-      policy: Of `choose_replica`.
-      clock: Seconds.
     """
 
     def __init__(self, block_size: int, policy: str, clock: Callable[[], float] = time.monotonic):
@@ -72,7 +67,6 @@ class Knowledge:
         self._turn += 1
 
     def end(self, number: Hashable) -> None:
-        """Forgets a request, which has ended."""
         self._open.pop(number, None)
 
     def _hashes(self, request: kv.GenerationRequest) -> tuple[int, ...]:

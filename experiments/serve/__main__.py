@@ -6,30 +6,22 @@ Machine: 2 cores of an AMD EPYC; jax 0.12.0.1
 Answer:  continuous batching makes 1.33 times the tokens a second of static batches with 192 requests, the
          prefix cache 3.9 times those without on eight-shot questions; the scheduler takes 7% of a step.
 Record:  experiments/results/serve.json (--interference --requests 192), serve_simulated.json (--simulate),
-         docs/serve.png.
-
-The small model, float32, serves two workloads: programming problems, whose prompts have little in common, and
-eight-shot questions, nine tenths of which are the same. Prompts are as they are; arrivals and the lengths of
-answers are those of a trace, each times a factor that is printed. Answers go on to that length (no stop
-tokens), and no side knows it: requests are served in the order in which they come.
+         docs/serve.png; docs/measured.md tells of the workloads.
 
 On the same requests, model, rows and compiled forward:
-  static batches            as many requests as there are rows, those of the shortest prompts that are there;
-                            the next batch comes when all have ended
+  static batches            as many requests as there are rows, of the shortest prompts that are there; the
+                            next batch comes when all have ended
   continuous                a row is another request's as soon as it is free
   continuous, prefix cache  and what the cache has is not computed again
-  a dispatch per token      continuous, but the host dispatches each step and reads its tokens; what a host's
-                            own scheduler would take is not counted, for the schedule stays in the program
+  a dispatch per token      continuous, but the host dispatches each step and reads its tokens
   a table for the model     continuous, prefix cache, with a look-up in place of the forward: the scheduler
-They take turns of as many tokens, and a side's clock stands still while it is not its turn: whatever else the
-machine does meanwhile meets them alike. A token comes when the host has it: deliveries are of as many
-steps as the engine chooses, at most 32.
+They take turns of as many tokens, and a side's clock stops while it is not its turn. Answers go on to the
+length that a trace says, which no side knows. A token comes when the host has it.
 
 --interference measures what is between two deliveries while a thread of the process runs Python and another
-process burns a core, beside what it is without. --simulate is about a machine that is only named: the forward
-is a table, and the clock goes by bytes and FLOPs. --demo is a short run of an engine that lacks blocks, on
-made-up requests. Without --data or KVCACHE_DATA_DIR all requests are made up: prompts are pieces of Python's
-library, answers and arrivals are drawn to be like the trace's.
+process burns a core. --simulate is about a machine that is only named: the forward is a table, and the clock
+goes by bytes and FLOPs. --demo is a short run of an engine that lacks blocks. Without --data or
+KVCACHE_DATA_DIR requests are made up, to be like the trace's.
 """
 
 import argparse
@@ -79,14 +71,14 @@ def main(arguments: list[str] | None = None) -> int:
             setattr(options, name, value)
     with parser.refusing(checkpoint.CheckpointError):
         servers, found = run(options)
-    report = {
-        "load": os.getloadavg()[0],
-        "model": options.checkpoint.name,
-        **found,
-    }
+    report = {"load": os.getloadavg()[0], "model": options.checkpoint.name, **found}
     deliver(report, options, reports.show, reports.draw)
-    if options.metrics:
-        write_metrics(options.metrics, servers, options.checkpoint.name)
+    for server in servers:
+        if options.metrics and server.name == PREFIX:
+            from experiments.common import prometheus
+
+            names = {"model_name": options.checkpoint.name, "engine": server.name}
+            prometheus.write(options.metrics, server.engine.metrics(), **names)
     return 0
 
 
@@ -135,7 +127,6 @@ def metrics_file(text: str) -> Path:
 
 
 def run(options: Any) -> tuple[list[Server], dict[str, Any]]:
-    """Does what is asked for: servers, and their part of the report."""
     factors = options.arrivals, options.lengths
     if options.demo:
         return demo(alike(options.requests, *factors), load(options), options.rows)
@@ -161,15 +152,6 @@ def demo(work: Workload, decoder: Decoder, rows: int) -> tuple[list[Server], dic
         raise RuntimeError("; ".join(problems))
     workload = {"name": work.name, "source": work.source, "sides": sides}
     return [server], {"rows": rows, "workloads": [workload]}
-
-
-def write_metrics(path: Path, servers: list[Server], model_name: str) -> None:
-    """Writes the metrics of the side with the prefix cache."""
-    from experiments.common import prometheus
-
-    for server in servers:
-        if server.name == PREFIX:
-            prometheus.write(path, server.engine.metrics(), model_name=model_name, engine=server.name)
 
 
 if __name__ == "__main__":

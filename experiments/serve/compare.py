@@ -3,21 +3,9 @@
 from typing import Any
 
 from experiments.common.report import at_least, at_most
-from experiments.serve import interference
-from experiments.serve.interference import STEPS_PER_DELIVERY
+from experiments.serve import interference, sides
 from experiments.serve.server import Server, take_turns
-from experiments.serve.sides import (
-    CONTINUOUS,
-    HOST,
-    PREFIX,
-    STATIC,
-    TABLE,
-    Sizes,
-    make_engine,
-    make_server,
-    program_cost,
-    warm_up,
-)
+from experiments.serve.sides import CONTINUOUS, HOST, PREFIX, STATIC, TABLE, Sizes
 from experiments.serve.workload import Workload
 from models.decoder import Decoder
 
@@ -35,10 +23,10 @@ def serve(
     """
     servers, num_programs = [], []
     for name in names:
-        engine = make_engine(name, decoder, sizes)
-        num_programs.append(warm_up(engine))
+        engine = sides.make_engine(name, decoder, sizes)
+        num_programs.append(sides.warm_up(engine))
         jobs = [job._replace(arrival=0.0) for job in work.jobs] if name == TABLE else work.jobs
-        servers.append(make_server(name, engine, jobs))
+        servers.append(sides.make_server(name, engine, jobs))
     take_turns(servers, work, NUM_TURNS)
     for server in servers:
         wrong = [job for job, num in zip(work.jobs, server.num_tokens, strict=True) if num != job.num_tokens]
@@ -59,7 +47,7 @@ def compare(
     longest_prompt = max(len(job.prompt) for job in problems.jobs[:rows])
     longest = max(problems.longest, few_shot.longest, longest_prompt + disturbed_len)
     sizes = Sizes(rows, longest)
-    cost = program_cost(make_engine(CONTINUOUS, decoder, sizes))
+    cost = sides.program_cost(sides.make_engine(CONTINUOUS, decoder, sizes))
     servers, first = serve(problems, (STATIC, CONTINUOUS, PREFIX, HOST, TABLE), decoder, sizes)
     _, second = serve(few_shot, (CONTINUOUS, PREFIX), decoder, sizes)
     report: dict[str, Any] = {
@@ -73,29 +61,29 @@ def compare(
     }
     if is_disturbed:
         jobs = interference.endless(problems.jobs, rows, disturbed_len)
-        sides = [
-            Server(name, make_engine(name, decoder, sizes), jobs, max_steps=steps)
-            for name, steps in ((CONTINUOUS, STEPS_PER_DELIVERY), (HOST, 1))
+        disturbed = [
+            Server(name, sides.make_engine(name, decoder, sizes), jobs, max_steps=steps)
+            for name, steps in ((CONTINUOUS, interference.STEPS_PER_DELIVERY), (HOST, 1))
         ]
-        report["interference"] = interference.measure(sides, NUM_ROUNDS, STEPS_PER_TURN)
+        report["interference"] = interference.measure(disturbed, NUM_ROUNDS, STEPS_PER_TURN)
     return servers, report | {"bars": bars_of(report)}
 
 
 def bars_of(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """Lists what must hold, beside what was measured."""
     problems, few_shot = (
         {record["side"]: record for record in work["sides"]} for work in report["workloads"]
     )
 
-    def speed_up(sides: dict, side: str, other: str) -> float:
-        return sides[side]["tokens_per_s"] / sides[other]["tokens_per_s"]
+    def ratio(figure: str, records: dict, side: str, other: str) -> float:
+        return records[side][figure] / records[other][figure]
 
-    no_model = problems[TABLE]["step_ms"] / problems[PREFIX]["step_ms"]
+    no_model = ratio("step_ms", problems, TABLE, PREFIX)
     transfers = max(problems[side]["transfers_per_step"] for side in (CONTINUOUS, PREFIX))
     num_programs = max(record["programs"] for record in problems.values())
     cost = report["program"]
     of_pools = cost["temporary_bytes"] / cost["pool_bytes"]
-    batches, prefix = speed_up(problems, CONTINUOUS, STATIC), speed_up(few_shot, PREFIX, CONTINUOUS)
+    batches = ratio("tokens_per_s", problems, CONTINUOUS, STATIC)
+    prefix = ratio("tokens_per_s", few_shot, PREFIX, CONTINUOUS)
     bars = [
         at_least("continuous, times the tokens/s of static batches", batches, 1.3),
         at_least("prefix cache, times none, 8-shot GSM8K", prefix, 2.0),
@@ -106,7 +94,7 @@ def bars_of(report: dict[str, Any]) -> list[dict[str, Any]]:
         at_most("temporaries of the program, of the pools' bytes", of_pools, 0.25),
     ]
     if "interference" in report:
-        engine, host = report["interference"]
-        ratio = engine["slow_down_p99"] / host["slow_down_p99"]
-        bars.append(at_most("p99 between deliveries, disturbed / idle: engine's / host loop's", ratio, 1.0))
+        engine, host = (record["slow_down_p99"] for record in report["interference"])
+        what = "p99 between deliveries, disturbed / idle: engine's / host loop's"
+        bars.append(at_most(what, engine / host, 1.0))
     return bars

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments.serve.server import Server
+from experiments.serve.server import Server, percentiles
 from experiments.serve.workload import Job
 
 STEPS_PER_DELIVERY = 16
@@ -87,16 +87,12 @@ def num_tokens(num_rounds: int, steps_per_turn: int) -> int:
 
 
 def _record(server: Server, idle: list[float], disturbed: list[float]) -> dict[str, Any]:
-    figures = {
-        state: {f"p{q}": 1e3 * float(np.percentile(values, q)) for q in (50, 99)}
-        for state, values in ((IDLE, idle), (DISTURBED, disturbed))
-    }
+    before, after = (percentiles(1e3 * np.array(values)) for values in (idle, disturbed))
     return {
         "side": server.name,
         "steps_per_delivery": server.max_steps,
         "deliveries": len(idle),
-        "idle_ms": figures[IDLE],
-        "disturbed_ms": figures[DISTURBED],
-        "slow_down_p50": figures[DISTURBED]["p50"] / figures[IDLE]["p50"],
-        "slow_down_p99": figures[DISTURBED]["p99"] / figures[IDLE]["p99"],
+        "idle_ms": before,
+        "disturbed_ms": after,
+        **{f"slow_down_{name}": after[name] / before[name] for name in before},
     }

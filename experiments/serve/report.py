@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.common.report import limit_of, show_bars, show_provenance, verdict
+from experiments.common.report import framed, limit_of, verdict
 from experiments.common.timing import Columns, cells, show_records
 from experiments.serve.sides import CONTINUOUS, HOST, PREFIX, STATIC
 
@@ -72,9 +72,8 @@ MARKDOWN_SIMULATED = {
 }
 
 
+@framed
 def show(report: dict[str, Any]) -> None:
-    """Prints a report, the object of `--json`, as tables."""
-    show_provenance(report)
     print(f"load {report['load']:.1f}")
     for work in report.get("workloads", ()):
         print(f"\n{work['name']}: {work['source']}")
@@ -84,9 +83,7 @@ def show(report: dict[str, Any]) -> None:
         show_records(title, DELIVERIES, report["interference"])
     if "simulated" in report:
         _show_simulated(report["simulated"])
-    if "bars" in report:
-        show_bars(report)
-    else:
+    if "bars" not in report:
         print(f"\n{report['seconds']:.0f} s in all")
 
 
@@ -102,7 +99,6 @@ def _show_simulated(simulated: dict) -> None:
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """Writes a record's tables as docs/measured.md has them."""
     tables = []
     for work in report.get("workloads", ()):
         tables.append(_markdown_table(MARKDOWN_SIDES, work["sides"], work["name"]))
@@ -122,12 +118,10 @@ def _markdown_table(columns: Columns, records: Sequence[dict], corner: str | Non
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
-    """Writes the picture of a report to a file."""
     picture(report).savefig(path, dpi=110)
 
 
 def picture(report: dict[str, Any]) -> "Figure":
-    """A panel each for rows, requests that wait, blocks and tokens over time; a line per side."""
     from matplotlib.figure import Figure
 
     works = report.get("workloads") or [{"name": "simulated", "sides": report["simulated"]["sides"]}]

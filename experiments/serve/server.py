@@ -12,6 +12,7 @@ import kvcache_jax as kv
 from experiments.common.progress import progress
 from experiments.serve.workload import Job, Workload
 
+Counter = kv.engine.Counter
 MOST_CHECK_INS = 240  # of a record
 
 
@@ -25,42 +26,28 @@ class Clock:
         self._seconds, self._started = 0.0, None
 
     def start(self) -> None:
-        """Goes on."""
         self._started = time.perf_counter()
 
     def stop(self) -> None:
-        """Stands still."""
         self._seconds, self._started = self.now(), None
 
     def now(self) -> float:
-        """Seconds so far."""
         return self._seconds + (0.0 if self._started is None else time.perf_counter() - self._started)
 
     def skip_to(self, second: float) -> None:
-        """Is set forward."""
         self._seconds += max(second - self.now(), 0.0)
 
     def count(self, figures: kv.engine.Figures) -> None:
         """Hears of a delivery; what time that took has passed already."""
 
 
-def computed_tokens(figures: kv.engine.Figures) -> int:
-    """Tokens that went through the model: of prompts, and each one that another was drawn behind."""
-    counts = figures.counts
-    return counts[kv.engine.Counter.PREFILL_TOKENS] + counts[kv.engine.Counter.GENERATED_TOKENS]
+def computed_tokens(counts: dict[Counter, int]) -> int:
+    """Counts tokens that went through the model: of prompts, and each that another was drawn after."""
+    return counts[Counter.PREFILL_TOKENS] + counts[Counter.GENERATED_TOKENS]
 
 
 class CheckIn(NamedTuple):
-    """A side at one of its seconds.
-
-    Attributes:
-      second: Of its clock.
-      running: Rows with a request.
-      waiting: Requests that have come and have no row.
-      blocks: Referenced blocks.
-      tokens: Generated so far.
-      preemptions: So far.
-    """
+    """A side at a `second` of its clock: rows, requests without one, referenced blocks; counts so far."""
 
     second: float
     running: int
@@ -71,16 +58,10 @@ class CheckIn(NamedTuple):
 
 
 class Server:
-    """Serves jobs, a turn at a time.
+    """Serves jobs, which are in the order of their arrival, a turn at a time.
 
-    Args:
-      name: As printed.
-      engine: With no requests.
-      jobs: In the order of their arrival.
-      max_steps: Of a dispatch. Default: the engine's.
-      is_static: Requests come in batches of `max_seqs`: those with the shortest prompts of all that are
-        there, and none until the whole batch has ended.
-      clock: Its seconds.
+    Where it `is_static` requests come in batches of `max_seqs`: those with the shortest prompts of all that
+    are there, and none until the whole batch has ended.
     """
 
     def __init__(
@@ -108,23 +89,17 @@ class Server:
 
     @property
     def is_done(self) -> bool:
-        """Whether every request has ended."""
         return self.num_ended == len(self.jobs)
 
     @property
-    def figures(self) -> kv.engine.Figures:
-        """The engine's figures, with those requests as waiting that it has not taken yet."""
-        return self.engine.figures()
-
-    @property
-    def counts(self) -> dict[kv.engine.Counter, int]:
+    def counts(self) -> dict[Counter, int]:
         """Events since this server was made."""
-        return {name: num - self._start.counts[name] for name, num in self.figures.counts.items()}
+        return {name: num - self._start.counts[name] for name, num in self.engine.figures().counts.items()}
 
     @property
     def num_reads(self) -> int:
         """Reads of the device since this server was made."""
-        return self.figures.num_reads - self._start.num_reads
+        return self.engine.figures().num_reads - self._start.num_reads
 
     def turn(self, num_tokens: int) -> None:
         """Serves until so many tokens are generated in all, or every request has ended."""
@@ -141,23 +116,14 @@ class Server:
             self.clock.skip_to(self.jobs[self._to_come[0]].arrival)
             self._push()
         self.engine.drain(self.max_steps)
-        figures = self.figures
+        figures = self.engine.figures()
         self.clock.count(figures)
         now = self.clock.now()
         for event in self.engine.take_events():
             self._note(event, now)
-        waiting = figures.waiting + len(self._here)
-        counts = self.counts
-        self.check_ins.append(
-            CheckIn(
-                now,
-                figures.running,
-                waiting,
-                figures.blocks_used,
-                counts[kv.engine.Counter.GENERATED_TOKENS],
-                counts[kv.engine.Counter.PREEMPTIONS],
-            )
-        )
+        rows = figures.running, figures.waiting + len(self._here), figures.blocks_used
+        so_far = (self.counts[each] for each in (Counter.GENERATED_TOKENS, Counter.PREEMPTIONS))
+        self.check_ins.append(CheckIn(now, *rows, *so_far))
         return now
 
     def _push(self) -> None:
@@ -190,7 +156,6 @@ class Server:
             self.num_ended += 1
 
     def record(self) -> dict[str, Any]:
-        """Figures of the run so far, of what has ended."""
         counts, seconds = self.counts, self.clock.now()
         arrival = np.array([job.arrival for job in self.jobs])
         is_there = self.num_tokens > 0
@@ -198,17 +163,17 @@ class Server:
         num_later = self.num_tokens - self.num_first
         is_measured = num_later > 0
         per_token = (self.last_at - self.first_at)[is_measured] / num_later[is_measured]
-        num_tokens, num_steps = int(self.num_tokens.sum()), counts[kv.engine.Counter.STEPS]
-        cached = counts[kv.engine.Counter.CACHED_TOKENS]
-        prompts = cached + counts[kv.engine.Counter.PREFILL_TOKENS] + counts[kv.engine.Counter.ADMISSIONS]
+        num_tokens, num_steps = int(self.num_tokens.sum()), counts[Counter.STEPS]
+        cached = counts[Counter.CACHED_TOKENS]
+        prompts = cached + counts[Counter.PREFILL_TOKENS] + counts[Counter.ADMISSIONS]
         return {
             "side": self.name,
             "num_requests": self.num_ended,
             "num_tokens": num_tokens,
             "seconds": seconds,
             "tokens_per_s": num_tokens / seconds if seconds else 0.0,
-            "first_token_s": _percentiles((self.first_at - arrival)[is_there]),
-            "per_token_ms": _percentiles(1e3 * per_token),
+            "first_token_s": percentiles((self.first_at - arrival)[is_there]),
+            "per_token_ms": percentiles(1e3 * per_token),
             "num_steps": num_steps,
             "step_ms": 1e3 * seconds / max(num_steps, 1),
             "rows_per_step": num_tokens / max(num_steps, 1),
@@ -216,7 +181,7 @@ class Server:
             "transfers_per_token": self.num_reads / max(num_tokens, 1),
             "transfers_per_step": self.num_reads / max(num_steps, 1),
             "hit_rate": cached / max(prompts, 1),
-            "preemptions": counts[kv.engine.Counter.PREEMPTIONS],
+            "preemptions": counts[Counter.PREEMPTIONS],
             "peak_blocks": max((check_in.blocks for check_in in self.check_ins), default=0),
             "num_blocks": sum(group.num_blocks for group in self.engine.config.groups),
         }
@@ -228,10 +193,7 @@ class Server:
 
 
 def take_turns(servers: Sequence[Server], work: Workload, num_turns: int) -> None:
-    """Has servers serve a workload in turns of as many tokens each.
-
-    So whatever else the machine does meanwhile meets all of them alike.
-    """
+    """Has servers serve a workload in turns of as many tokens each."""
     with progress(work.name, num_turns, every=8) as show:
         for i in range(1, num_turns + 1):
             for server in servers:
@@ -241,7 +203,6 @@ def take_turns(servers: Sequence[Server], work: Workload, num_turns: int) -> Non
                 break
 
 
-def _percentiles(values: np.ndarray) -> dict[str, float | None]:
-    if not len(values):
-        return {"p50": None, "p99": None}
-    return {"p50": float(np.percentile(values, 50)), "p99": float(np.percentile(values, 99))}
+def percentiles(values: np.ndarray) -> dict[str, Any]:
+    """Computes the median and the 99th percentile; None of nothing."""
+    return {f"p{q}": float(np.percentile(values, q)) if len(values) else None for q in (50, 99)}

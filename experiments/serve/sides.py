@@ -25,15 +25,7 @@ STEPS_PER_DISPATCH = 32
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What all sides have alike.
-
-    Attributes:
-      rows: Of the cache.
-      max_seq_len: Of a row.
-      num_blocks: Of the pool. None: as many as all rows may hold.
-      steps_per_dispatch: Between two deliveries.
-      token_budget: Of a step. None: the engine's default.
-    """
+    """What all sides have alike; by default the pool has as many blocks as all rows may hold."""
 
     rows: int
     max_seq_len: int
@@ -41,10 +33,10 @@ class Sizes:
     steps_per_dispatch: int = STEPS_PER_DISPATCH
     token_budget: int | None = None
 
-    def config(self, layers: Any, has_prefix_cache: bool) -> kv.CacheConfig:
-        """Makes the cache's configuration."""
+    def engine(self, forward: Any, params: Any, layers: Any, has_prefix_cache: bool) -> kv.Engine:
+        """Makes an engine; engines of equal sizes share one program."""
         max_seq_len = -(-self.max_seq_len // BLOCK_SIZE) * BLOCK_SIZE
-        return kv.CacheConfig(
+        config = kv.CacheConfig(
             layers,
             block_size=BLOCK_SIZE,
             max_seqs=self.rows,
@@ -52,16 +44,8 @@ class Sizes:
             num_blocks=self.num_blocks or self.rows * (max_seq_len // BLOCK_SIZE),
             enable_prefix_caching=has_prefix_cache,
         )
-
-    def engine(self, forward: Any, params: Any, layers: Any, has_prefix_cache: bool) -> kv.Engine:
-        """Makes an engine; those of equal sizes share one program."""
-        return kv.Engine(
-            forward,
-            params,
-            self.config(layers, has_prefix_cache),
-            steps_per_dispatch=self.steps_per_dispatch,
-            token_budget=self.token_budget,
-        )
+        options: Any = dict(steps_per_dispatch=self.steps_per_dispatch, token_budget=self.token_budget)
+        return kv.Engine(forward, params, config, **options)
 
 
 def look_up(
@@ -77,7 +61,6 @@ def table_of(vocab_size: int) -> jax.Array:
 
 
 def make_engine(name: str, decoder: Decoder, sizes: Sizes) -> kv.Engine:
-    """Makes the engine of a side."""
     layers = models.cache_config(decoder.config).layers
     if name == TABLE:
         return sizes.engine(look_up, table_of(decoder.config.vocab_size), layers, True)
@@ -85,7 +68,6 @@ def make_engine(name: str, decoder: Decoder, sizes: Sizes) -> kv.Engine:
 
 
 def make_server(name: str, engine: kv.Engine, jobs: list[Job], clock: Clock | None = None) -> Server:
-    """Makes the server of a side on its engine."""
     max_steps = 1 if name == HOST else None
     return Server(name, engine, jobs, max_steps=max_steps, is_static=name == STATIC, clock=clock)
 

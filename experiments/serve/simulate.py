@@ -12,17 +12,9 @@ import dataclasses
 import time
 
 import kvcache_jax as kv
-from experiments.serve.server import Clock, Server, computed_tokens, take_turns
-from experiments.serve.sides import (
-    BLOCK_SIZE,
-    CONTINUOUS,
-    STATIC,
-    Sizes,
-    look_up,
-    make_server,
-    table_of,
-    warm_up,
-)
+from experiments.serve import sides
+from experiments.serve.server import Clock, Counter, computed_tokens, take_turns
+from experiments.serve.sides import BLOCK_SIZE, CONTINUOUS, STATIC, Sizes
 from experiments.serve.workload import Workload
 
 VOCAB_SIZE = 2
@@ -34,15 +26,7 @@ NUM_TURNS = 40
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """Chips that are used as one.
-
-    Attributes:
-      name: Of a chip.
-      bytes_per_s: Read from memory, by one.
-      flops_per_s: By one.
-      memory: Bytes of one.
-      num_chips: How many.
-    """
+    """So many chips that are used as one; what each reads from memory, computes and holds in bytes."""
 
     name: str
     bytes_per_s: float
@@ -70,17 +54,7 @@ MACHINES = {
 
 @dataclasses.dataclass(frozen=True)
 class ModelSizes:
-    """A model as its costs see it.
-
-    Attributes:
-      name: As printed.
-      num_params: All of which a step reads, in `bytes_per_number` each.
-      layers: Layers.
-      q_heads: Query heads.
-      kv_heads: Key and value heads.
-      head_dim: Width of a head.
-      bytes_per_number: Of parameters, keys and values.
-    """
+    """A model as its costs see it: a step reads all parameters; all numbers have as many bytes."""
 
     name: str
     num_params: float
@@ -103,13 +77,9 @@ class ModelSizes:
     def step_seconds(
         self, machine: Machine, num_tokens: float, num_held: float, *, num_pairs: float | None = None
     ) -> float:
-        """Computes the time of a step.
+        """Computes the time of a step, given the tokens that it computes and those that rows hold and read.
 
-        Args:
-          machine: It runs on.
-          num_tokens: Computed in the step.
-          num_held: Tokens in the cache, each read once: by the row that holds it.
-          num_pairs: A token that is computed, with one that it attends to. Default: `num_held`, of decoding.
+        `num_pairs` counts tokens that are computed, each with one that it attends to. Default: of decoding.
         """
         num_bytes = self.num_params * self.bytes_per_number + num_held * self.bytes_per_token
         pairs = num_held if num_pairs is None else num_pairs
@@ -131,8 +101,7 @@ class SimulatedClock(Clock):
         super().__init__()
         self._machine, self._model = machine, model
         self._block_size = engine.config.groups[0].block_size
-        figures = engine.figures()
-        self._num_tokens, self._num_steps = computed_tokens(figures), figures.counts[kv.engine.Counter.STEPS]
+        self._counts = engine.figures().counts
 
     def start(self) -> None:
         """Goes on."""
@@ -142,13 +111,12 @@ class SimulatedClock(Clock):
 
     def count(self, figures: kv.engine.Figures) -> None:
         """Goes forward by the time of a delivery's steps."""
-        num_tokens, num_steps = computed_tokens(figures), figures.counts[kv.engine.Counter.STEPS]
-        steps = num_steps - self._num_steps
+        steps = figures.counts[Counter.STEPS] - self._counts[Counter.STEPS]
         if steps:
-            mean = (num_tokens - self._num_tokens) / steps
+            mean = (computed_tokens(figures.counts) - computed_tokens(self._counts)) / steps
             held = figures.blocks_used * self._block_size
             self._seconds += steps * self._model.step_seconds(self._machine, mean, held)
-        self._num_tokens, self._num_steps = num_tokens, num_steps
+        self._counts = figures.counts
 
 
 def simulate(work: Workload, machine: Machine, rows: int) -> dict:
@@ -165,8 +133,10 @@ def simulate(work: Workload, machine: Machine, rows: int) -> dict:
         token_budget=rows + MOST_PROMPT_TOKENS,
     )
     records = []
-    for name in names:  # one after the other: their states are large, and nobody's clock is this machine's
-        server = _server(name, work, machine, sizes)
+    for name in names:  # one after the other: their states are large, and no clock is this machine's
+        engine = sizes.engine(sides.look_up, sides.table_of(VOCAB_SIZE), LAYERS, False)
+        sides.warm_up(engine)
+        server = sides.make_server(name, engine, work.jobs, SimulatedClock(machine, LLAMA, engine))
         start = time.perf_counter()
         take_turns([server], work, NUM_TURNS)
         record = server.record()
@@ -184,13 +154,6 @@ def simulate(work: Workload, machine: Machine, rows: int) -> dict:
         "source": work.source,
         "sides": records,
     }
-
-
-def _server(name: str, work: Workload, machine: Machine, sizes: Sizes) -> Server:
-    engine = sizes.engine(look_up, table_of(VOCAB_SIZE), LAYERS, False)
-    warm_up(engine)
-    clock = SimulatedClock(machine, LLAMA, engine)
-    return make_server(name, engine, work.jobs, clock)
 
 
 def holds_one(work: Workload, machine: Machine) -> bool:

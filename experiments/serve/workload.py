@@ -1,7 +1,7 @@
 """Requests: prompts of a benchmark as they are, arrivals and lengths of answers of a production trace.
 
-Other people's files, in the folder that --data or KVCACHE_DATA_DIR names; where there is none, both are made
-up, and the workload says so:
+Other people's files, in the folder that --data or KVCACHE_DATA_DIR names; without it both are made up, and
+the workload says so:
   text/                           see experiments/common/benchmarks.py
   traces/AzureLLMInferenceTrace_conv.csv     Azure/AzurePublicDataset, CC-BY 4.0; read for TIMESTAMP and
                                   GeneratedTokens. Other traces of theirs, and Mooncake's (`timestamp` in ms
@@ -46,13 +46,7 @@ class Job(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """Requests in the order of their arrival.
-
-    Attributes:
-      name: As printed.
-      jobs: The requests.
-      source: Says where prompts and trace are from, and the factors.
-    """
+    """Requests in the order of their arrival; `source` says where they are from, and the factors."""
 
     name: str
     jobs: list[Job]
@@ -60,12 +54,10 @@ class Workload:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all answers."""
         return sum(job.num_tokens for job in self.jobs)
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt and its answer."""
         return max(len(job.prompt) + job.num_tokens for job in self.jobs)
 
 
@@ -76,30 +68,26 @@ def human_eval(
     if folder is None:
         prompts = _made_up_prompts(0, 450, num)
     else:
-        prompts = [[*problem.text.encode()] for problem in benchmarks.human_eval(folder)]
-    prompts = [*itertools.islice(itertools.cycle(prompts), num)]
+        each = [[*problem.text.encode()] for problem in benchmarks.human_eval(folder)]
+        prompts = [*itertools.islice(itertools.cycle(each), num)]
     return _workload("HumanEval", prompts, folder, trace, arrivals, lengths)
 
 
 def few_shot(folder: Path | None, trace: Path | None, num: int, arrivals: float, lengths: float) -> Workload:
     """Eight-shot GSM8K: nine tenths of each prompt are the same for all."""
-    if folder is None:
-        prompts = _made_up_prompts(4000, 400, num)
-    else:
-        prompts = benchmarks.few_shot_prompts(folder, num)
+    prompts = benchmarks.few_shot_prompts(folder, num) if folder else _made_up_prompts(4000, 400, num)
     return _workload("8-shot GSM8K", prompts, folder, trace, arrivals, lengths)
 
 
 def alike(num: int, arrivals: float, lengths: float) -> Workload:
     """Made-up prompts that begin alike, with answers like the trace's; needs no data."""
-    return _workload(
-        "prompts that begin alike", _made_up_prompts(400, 200, num), None, None, arrivals, lengths
-    )
+    prompts = _made_up_prompts(400, 200, num)
+    return _workload("prompts that begin alike", prompts, None, None, arrivals, lengths)
 
 
 def _workload(
     name: str,
-    prompts: Sequence[Sequence[int]],
+    prompts: list[list[int]],
     folder: Path | None,
     trace: Path | None,
     arrivals: float,
@@ -114,18 +102,12 @@ def _workload(
     ]
     of_prompts = "made-up prompts (no --data)" if folder is None else f"{name}'s prompts as they are"
     of_trace = "made-up answers and arrivals" if trace is None else trace.name
-    source = (
-        f"{of_prompts}; {of_trace}, its arrivals times {arrivals:g}, lengths of answers times {lengths:g}"
-    )
-    return Workload(name, jobs, source)
+    factors = f"its arrivals times {arrivals:g}, lengths of answers times {lengths:g}"
+    return Workload(name, jobs, f"{of_prompts}; {of_trace}, {factors}")
 
 
 def read_answers(path: Path, num: int) -> list[Answer]:
-    """Reads the first entries of a trace of Azure (.csv) or Mooncake (.jsonl).
-
-    Raises:
-      InputError: it cannot be read, or has too few entries.
-    """
+    """Reads the first entries of a trace of Azure (.csv) or Mooncake (.jsonl)."""
     read = _read_csv if path.suffix == ".csv" else _read_json_lines
     try:
         with path.open(encoding="utf-8") as file:

@@ -1,6 +1,5 @@
 """Fleets: hits and seconds of simulated replicas by hand, what policies find, a front without replicas."""
 
-import json
 import math
 
 import numpy as np
@@ -88,12 +87,11 @@ def test_a_request_waits_for_blocks_and_one_that_never_fits_is_refused():
         replica.run(math.inf)
 
 
-def test_policies_that_ask_for_prefixes_find_more(tmp_path, capsys):
+def test_policies_that_ask_for_prefixes_find_more(tmp_path, capsys, report_of):
     requests = make_requests(1, 400)
     path, picture = write(tmp_path, requests), tmp_path / "picture.png"
     arguments = ["--trace", str(path), "--requests", "400", "--replicas", "3", "--arrivals", "40"]
-    assert fleet.main([*arguments, "--json", "--picture", str(picture)]) == 0
-    report = json.loads(capsys.readouterr().out)
+    report = report_of(fleet, *arguments, "--picture", picture)
     rates = {record["policy"]: record["hit_rate"] for record in report["records"]}
     assert [*rates] == [*fleet.POLICIES] and picture.stat().st_size > 1000
     assert min(rates["longest prefix"], rates["cost"]) > max(rates["random"], rates["round robin"])
@@ -105,11 +103,9 @@ def test_policies_that_ask_for_prefixes_find_more(tmp_path, capsys):
     assert "400 requests of trace.jsonl; 3 simulated replicas" in capsys.readouterr().out
 
 
-def test_too_few_requests_are_one_sentence(tmp_path, capsys):
+def test_too_few_requests_are_one_sentence(tmp_path, refusal):
     path = write(tmp_path, make_requests(1, 5))
-    with pytest.raises(SystemExit):
-        fleet.main(["--trace", str(path)])
-    assert "has 5 requests, expected 10000: lower --requests" in capsys.readouterr().err
+    assert "has 5 requests, expected 10000: lower --requests" in refusal(fleet, "--trace", path)
 
 
 # --- the front of replicas on Ray Serve, without Ray ---

@@ -8,7 +8,6 @@ import threading
 
 import numpy as np
 import pytest
-from flax import nnx
 
 import kvcache_jax as kv
 from experiments.common.command import InputError
@@ -16,21 +15,11 @@ from experiments.serve import __main__ as command
 from experiments.serve import compare, interference, report, sides, workload
 from experiments.serve.compare import bars_of
 from experiments.serve.interference import DISTURBED, IDLE
-from experiments.serve.server import Server
-from experiments.serve.sides import (
-    CONTINUOUS,
-    HOST,
-    PREFIX,
-    STATIC,
-    TABLE,
-    Sizes,
-    look_up,
-    make_server,
-    table_of,
-)
+from experiments.serve.server import Server, computed_tokens
+from experiments.serve.sides import CONTINUOUS, HOST, PREFIX, STATIC, TABLE, Sizes, look_up, table_of
 from experiments.serve.simulate import LLAMA, MACHINES, Machine, ModelSizes, SimulatedClock
 from experiments.serve.workload import Answer, Job
-from models.decoder import Decoder, DecoderConfig
+from tests.experiments import tiny
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 ROWS, VOCAB = 2, 8
@@ -44,7 +33,7 @@ SIZES = Sizes(ROWS, 64, num_blocks=8, steps_per_dispatch=4, token_budget=ROWS + 
 def make(name, jobs, clock=None):
     """A side whose model is a table, on a clock that counts a second for every token of a step."""
     engine = SIZES.engine(look_up, table_of(VOCAB), LAYERS, True)
-    return make_server(name, engine, jobs, clock or SimulatedClock(SECOND, ONE, engine))
+    return sides.make_server(name, engine, jobs, clock or SimulatedClock(SECOND, ONE, engine))
 
 
 # --- requests ---
@@ -139,8 +128,7 @@ def test_a_side_serves_every_request_to_its_length():
     record = server.record()
     assert record["num_requests"] == 5 and record["num_tokens"] == 31
     counts = server.counts
-    computed = counts[kv.engine.Counter.PREFILL_TOKENS] + counts[kv.engine.Counter.GENERATED_TOKENS]
-    assert server.clock.now() == pytest.approx(computed)
+    assert server.clock.now() == pytest.approx(computed_tokens(counts))
     prompts = sum(len(job.prompt) for job in JOBS)
     assert counts[kv.engine.Counter.CACHED_TOKENS] > 0
     assert record["hit_rate"] == counts[kv.engine.Counter.CACHED_TOKENS] / prompts
@@ -256,8 +244,8 @@ def test_prometheus_text_has_the_names_of_vllm(tmp_path):
 
 
 @pytest.fixture
-def found():
-    return json.loads((ROOT / "experiments" / "results" / "serve.json").read_text())
+def found(recorded):
+    return recorded("serve")
 
 
 def test_the_time_of_a_token_is_measured_between_deliveries():
@@ -265,11 +253,10 @@ def test_the_time_of_a_token_is_measured_between_deliveries():
     short = make(CONTINUOUS, [Job([1, 2], 3, 0.0), Job([3], 10, 0.0)])
     assert short.record()["per_token_ms"] == {"p50": None, "p99": None}
     deliveries = [(0, 2, 1.0), (1, 4, 1.0), (1, 4, 3.0), (1, 2, 4.0)]
-    for i, num_tokens, now in deliveries[:1]:
+    for nth, (i, num_tokens, now) in enumerate(deliveries):
         short._note(kv.engine.TokenEvent(i, 0, [0] * num_tokens, [0.0] * num_tokens, [], None), now)
-    assert short.record()["per_token_ms"] == {"p50": None, "p99": None}
-    for i, num_tokens, now in deliveries[1:]:
-        short._note(kv.engine.TokenEvent(i, 0, [0] * num_tokens, [0.0] * num_tokens, [], None), now)
+        if nth == 0:
+            assert short.record()["per_token_ms"] == {"p50": None, "p99": None}
     assert short.record()["per_token_ms"] == {"p50": 500.0, "p99": 500.0}
 
 
@@ -308,23 +295,20 @@ def test_verdicts_can_be_either(found):
     assert verdicts == [True, True, False, False, True, False, True, False]
 
 
-def test_the_command_reports_what_it_measured(monkeypatch, capsys, found):
+def test_the_command_reports_what_it_measured(monkeypatch, capsys, report_of, found):
     monkeypatch.setattr(command, "run", lambda options: ([], found))
-    assert command.main(["--json"]) == 0
-    record = json.loads(capsys.readouterr().out)
+    record = report_of(command)
     assert record["workloads"] == found["workloads"] and record["revision"] is not None
-    path = ROOT / "experiments" / "results" / "serve.json"
-    assert command.main(["--markdown", str(path)]) == 0
+    assert command.main(["--markdown", str(ROOT / "experiments" / "results" / "serve.json")]) == 0
     _, prefix, *_ = found["bars"]
     row = f"| {prefix['bar']} | {prefix['measured']:.3g} | at least 2 | holds |"
     assert row in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["serve", "serve_simulated"])
-def test_the_documents_tables_are_those_of_the_record(name):
+def test_the_documents_tables_are_those_of_the_record(name, recorded):
     """`python -m experiments.serve --markdown experiments/results/NAME.json` prints them."""
-    record = json.loads((ROOT / "experiments" / "results" / f"{name}.json").read_text())
-    document = (ROOT / "docs" / "measured.md").read_text()
+    record, document = recorded(name), (ROOT / "docs" / "measured.md").read_text()
     for table in report.markdown(record).split("\n\n"):
         assert table.strip() in document
     if name == "serve":
@@ -336,11 +320,10 @@ def test_the_documents_tables_are_those_of_the_record(name):
 
 
 @pytest.mark.slow
-def test_a_machine_that_is_only_named_serves_all(monkeypatch, capsys):
+def test_a_machine_that_is_only_named_serves_all(monkeypatch, report_of):
     monkeypatch.delenv("KVCACHE_DATA_DIR", raising=False)
-    arguments = ["--simulate", "--rows", "4", "--requests", "12", "--lengths", "0.1", "--json"]
-    assert command.main(arguments) == 0
-    simulated = json.loads(capsys.readouterr().out)["simulated"]
+    arguments = ["--simulate", "--rows", "4", "--requests", "12", "--lengths", "0.1"]
+    simulated = report_of(command, *arguments)["simulated"]
     assert [side["num_requests"] for side in simulated["sides"]] == [12, 12]
     static, continuous = simulated["sides"]
     assert continuous["tokens_per_s"] > static["tokens_per_s"] and static["most_rows"] <= 4
@@ -360,22 +343,19 @@ def test_a_program_is_compiled_anew_and_then_is_the_only_one():
 @pytest.fixture
 def tiny_model(monkeypatch):
     """A model of two small layers, in place of the trained one, and no data."""
-    sizes = dict(hidden_size=16, mlp_size=16, num_layers=2, num_q_heads=2, num_kv_heads=1, head_dim=8)
-    decoder = Decoder(DecoderConfig(vocab_size=256, **sizes), rngs=nnx.Rngs(0))
-    monkeypatch.setattr(command, "load", lambda options: decoder)
+    monkeypatch.setattr(command, "load", lambda options: tiny.decoder())
     monkeypatch.delenv("KVCACHE_DATA_DIR", raising=False)
 
 
 @pytest.mark.slow
-def test_a_small_run_measures_all(tiny_model, monkeypatch, capsys):
+def test_a_small_run_measures_all(tiny_model, monkeypatch, report_of):
     monkeypatch.setattr(command, "few_shot", lambda data, trace, *rest: workload.alike(*rest))
     cost = {"compile_s": 1.0, "temporary_bytes": 1, "pool_bytes": 8}  # compiled anew it takes long
-    monkeypatch.setattr(compare, "program_cost", lambda engine: cost)
+    monkeypatch.setattr(sides, "program_cost", lambda engine: cost)
     for name, value in (("NUM_TURNS", 2), ("NUM_ROUNDS", 1), ("STEPS_PER_TURN", 32)):
         monkeypatch.setattr(compare, name, value)
     arguments = ["--rows", "2", "--requests", "3", "--few-shot", "3", "--lengths", "0.05", "--interference"]
-    assert command.main([*arguments, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = report_of(command, *arguments)
     problems, questions = ({side["side"]: side for side in work["sides"]} for work in found["workloads"])
     assert [side["num_requests"] for side in problems.values()] == [3] * 5
     assert problems[STATIC]["num_steps"] >= problems[CONTINUOUS]["num_steps"]
@@ -386,7 +366,6 @@ def test_a_small_run_measures_all(tiny_model, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_the_demo_serves_all_in_a_pool_that_is_too_small(tiny_model, capsys):
-    assert command.main(["--demo", "--requests", "12", "--rows", "4", "--json"]) == 0
-    (side,) = json.loads(capsys.readouterr().out)["workloads"][0]["sides"]
+def test_the_demo_serves_all_in_a_pool_that_is_too_small(tiny_model, report_of):
+    (side,) = report_of(command, "--demo", "--requests", "12", "--rows", "4")["workloads"][0]["sides"]
     assert side["num_requests"] == 12 and side["hit_rate"] > 0.3
