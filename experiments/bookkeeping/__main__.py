@@ -3,16 +3,9 @@
 Command: python -m experiments.bookkeeping [--json] [--peers] [--peers-python PYTHON]
 Machine: 2 cores of an Intel Xeon, shared with other work; jax 0.12.0.1
 Answer:  a decode step's `extend` of 256 rows takes 14 us inside a loop (bar 40) and 158 us as a separate
-  call, 117 of them above the dispatch floor (bar 150). As separate calls: a prompt of 8,192 tokens 150 us,
-  fork of 64 rows 260, reorder 720, free of 64 rows of 256 blocks 640, truncate 469. With the prefix cache:
-  `extend` 28 us in a loop, with `commit` 57 (bar 80), evicting 37 (bar 80), evicting by a policy with keys
-  224; a prompt found 275 us.
-  1 of 68 bars is missed: `commit` of a prompt takes 1,022 us as a separate call (bar 1,000), 632 in a loop.
-  From 1,024 blocks to 65,536 and 1,048,576 operations grow at most 1.36x and 2.10x (bars 1.5 and 3).
-  The control state is 1.06 MB; the temporaries of a decode step (6.3 MB) do not grow with the pool.
-  Beside it (--peers, in the record): vLLM 0.33's manager 862 us for the same step with prefix caching off,
-  903 with it on; for the prompt 34 us with it off (a slice of a list), 449 with it on. Levanter's pager
-  1,114 us when 16 of the rows take a page and 15,751 us when all do, where `extend` takes 239.
+  call, 117 of them above the dispatch floor (bar 150). 1 of 68 bars is missed: `commit` of a prompt takes
+  1,022 us as a separate call (bar 1,000). From 1,024 blocks to 65,536 and 1,048,576 operations grow at most
+  1.36x and 2.10x (bars 1.5 and 3). vLLM 0.33's manager takes 862 us for the same step, levanter's 1,114.
 Record:  experiments/results/bookkeeping.json; its peers are of 25 November 2026, on 2 cores of an AMD EPYC.
 
 The control plane alone (`init(config, storage=False)`): 256 rows, 65,536 blocks of 16 tokens in random
@@ -23,9 +16,8 @@ order, `max_seq_len` 8,192. Each operation is timed as
                   and is not timed
 with the state donated and warm. When the steps that a state has room for are used up, a copy of the
 prepared state takes its place outside of the timed region: no figure contains the undoing of its
-operation. The figures of all operations are taken in turn, and so are those of one operation on pools of
-several sizes. Every status must be OK; the loop must end in the very state that separate calls end in, and
-`check_invariants` must find it sound. Compile time stands apart.
+operation. All figures are taken in turn. Every status must be OK; the loop must end in the very state that
+separate calls end in, and `check_invariants` must find it sound.
 """
 
 import concurrent.futures
@@ -40,27 +32,10 @@ import numpy as np
 from jax import lax
 
 import kvcache_jax as kv
-from experiments.bookkeeping.operations import (
-    ABOVE_FLOOR,
-    BLOCK_SIZE,
-    CALL,
-    EVERYTHING,
-    FLOOR,
-    FULL,
-    LOOP,
-    MAX_SEQ_LEN,
-    NUM_BLOCKS,
-    NUM_ROWS,
-    OPERATIONS,
-    SMALL,
-    Operation,
-    Workload,
-    prepare,
-    require_ok,
-    status_of,
-)
+from experiments.bookkeeping import operations
+from experiments.bookkeeping.operations import CALL, FLOOR, FULL, LOOP, OPERATIONS, SMALL, Operation, Workload
 from experiments.common import command
-from experiments.common.report import add_options, at_most, deliver, show_bars, show_provenance
+from experiments.common.report import add_options, at_most, deliver, framed
 from experiments.common.timing import number, show_records, show_table, spread_columns, summary, take_turns
 from experiments.peers import run_peers
 
@@ -74,23 +49,21 @@ FIGURES = {
 PEERS = {"peer": "{peer}", "operation": "{operation}", "variant": "{variant}", "figure": "{figure}"}
 
 
+@framed
 def show(report: dict) -> None:
-    """Prints a report, the object of `--json`, as tables."""
-    show_provenance(report)
     print("times in microseconds")
     records = [record for record in report["records"] if record["workload"] == FULL.name]
-    title = f"{NUM_ROWS} rows, {NUM_BLOCKS:,} blocks of {BLOCK_SIZE}; {FULL}"
+    title = f"{operations.NUM_ROWS} rows, {operations.NUM_BLOCKS:,} blocks of {operations.BLOCK_SIZE}; {FULL}"
     show_records(title, FIGURES, records, num_text=2)
     _show_growth([record for record in report["records"] if record["workload"] == SMALL.name])
 
     rows = [[field, f"{size:,}"] for field, size in report["control_bytes"].items()]
-    show_table(f"control state, {NUM_BLOCKS:,} blocks", ["field", "bytes"], rows)
+    show_table(f"control state, {operations.NUM_BLOCKS:,} blocks", ["field", "bytes"], rows)
     small, large = report["decode_step_bytes"]["N"], report["decode_step_bytes"]["8N"]
     rows = [[kind, f"{small[kind]:,}", f"{large[kind]:,}"] for kind in small]
     show_table("compiled decode step of two layers, bytes", ["", "N blocks", "8N blocks"], rows)
 
     _show_peers(report["peers"])
-    show_bars(report)
 
 
 def _show_growth(records: list[dict]) -> None:
@@ -123,7 +96,10 @@ def _show_peers(peers: list[dict]) -> None:
 
 
 SMALLEST_POOL = 1_024
-GROWTH = {NUM_BLOCKS: 1.5, 1_048_576: 3.0}  # blocks -> at most this many times the smallest pool's time
+GROWTH = {
+    operations.NUM_BLOCKS: 1.5,
+    1_048_576: 3.0,
+}  # blocks -> at most this many times the smallest pool's time
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -139,13 +115,13 @@ def jitted(step: Callable) -> dict[str, Callable]:
         def body(i, carry):
             cache, worst, _ = carry
             cache, result = step(cache, i, prompt_len)
-            return cache, jnp.maximum(worst, status_of(result)), result
+            return cache, jnp.maximum(worst, operations.status_of(result)), result
 
         # The last step's result comes out, so that every step computes all of it.
         _, result = jax.eval_shape(step, cache, jnp.int32(0), prompt_len)
         result = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), result)
         first, end = span
-        return lax.fori_loop(first, end, body, (cache, status_of(result), result))
+        return lax.fori_loop(first, end, body, (cache, operations.status_of(result), result))
 
     return {FLOOR: identity} | {
         figure: jax.jit(fn, donate_argnums=0) for figure, fn in ((CALL, step), (LOOP, loop))
@@ -159,7 +135,7 @@ class Timing:
         self.operation, self.workload, self.num_blocks = operation, workload, num_blocks
         self.num_steps = operation.steps_of(workload)
         self.num_warm_up = self.num_steps // 4
-        self.prepared = jax.block_until_ready(prepare(operation, workload, num_blocks))
+        self.prepared = jax.block_until_ready(operations.prepare(operation, workload, num_blocks))
         self.prompt_len = jnp.int32(workload.prompt_len)
         self.ids = [jnp.int32(i) for i in range(self.num_steps)]
         self.figures = (FLOOR, CALL, LOOP) if self.num_steps > 1 else (FLOOR, CALL)
@@ -179,11 +155,11 @@ class Timing:
                 start = time.perf_counter()
                 cache, *results = jax.block_until_ready(fn(cache, steps, self.prompt_len))
                 seconds.append(time.perf_counter() - start)
-                statuses.append(status_of(results[0]))
+                statuses.append(operations.status_of(results[0]))
             first_call_s[figure] = seconds[0]
             self.seconds[figure] += seconds if figure != LOOP else seconds[1:]
             if figure != FLOOR:
-                require_ok(jnp.stack(statuses), f"{self.operation.name}, {figure}")
+                operations.require_ok(jnp.stack(statuses), f"{self.operation.name}, {figure}")
                 self.after = cache
         return first_call_s
 
@@ -204,7 +180,7 @@ class Timing:
         return self.num_steps - self.num_warm_up if figure == LOOP else 1
 
     def median_us(self, figure: str) -> float:
-        if figure == ABOVE_FLOOR:
+        if figure == operations.ABOVE_FLOOR:
             return self.median_us(CALL) - self.median_us(FLOOR)
         return 1e6 * float(np.median(self.seconds[figure])) / self.steps_per_call(figure)
 
@@ -263,7 +239,6 @@ def control_bytes(cache: kv.Cache) -> dict[str, int]:
 
 
 def bars_of(full: Sequence[Timing], growth: Sequence[Sequence[Timing]], memory: dict) -> list[dict]:
-    """What must hold, beside what was measured."""
     bars = [
         at_most(f"{timing.operation.name}, {figure}, us", timing.median_us(figure), limit)
         for timing in full
@@ -297,20 +272,20 @@ def main(arguments: list[str] | None = None) -> int:
         if shutil.which(python) is None:
             parser.error(f"got --peers-python {python}, expected a Python interpreter")
 
-    full = prepared([(operation, FULL, NUM_BLOCKS) for operation in OPERATIONS])
+    full = prepared([(operation, FULL, operations.NUM_BLOCKS) for operation in OPERATIONS])
     take_turns([timing.round for timing in full], options.seconds * len(full))
     growth = []
     for operation in OPERATIONS:
-        if operation.index == EVERYTHING:
+        if operation.index == operations.EVERYTHING:
             continue  # with the pool grows what there is to evict
         timings = prepared([(operation, SMALL, size) for size in (SMALLEST_POOL, *GROWTH)])
         take_turns([timing.round for timing in timings], options.seconds * len(timings))
         growth.append(timings)
     memory = {"N": decode_step_bytes(256), "8N": decode_step_bytes(8 * 256)}
     sizes = {
-        "num_blocks": NUM_BLOCKS,
-        "block_size": BLOCK_SIZE,
-        "max_seq_len": MAX_SEQ_LEN,
+        "num_blocks": operations.NUM_BLOCKS,
+        "block_size": operations.BLOCK_SIZE,
+        "max_seq_len": operations.MAX_SEQ_LEN,
         "prompt_len": FULL.prompt_len,
         "context_lens": OPERATIONS[0].lens(FULL).tolist(),
     }
@@ -324,8 +299,7 @@ def main(arguments: list[str] | None = None) -> int:
         "peers": peers,
         "bars": bars_of(full, growth, memory),
     }
-    deliver(report, options, show)
-    return 0
+    return deliver(report, options, show)
 
 
 if __name__ == "__main__":

@@ -38,13 +38,12 @@ class Operation:
     """One operation to time.
 
     Attributes:
-      name: As printed; sizes that differ between the workloads stand in the title.
+      name: As printed; sizes that differ between the workloads are in the title.
       lens: workload -> tokens that each row holds beforehand, -1 = idle.
       step: (cache, i, prompt_len) -> (cache, result): the `i`-th step; `result` is or has the status.
       num_steps: Steps that one prepared state has room for, in the full and in the small workload.
       bars: Figure -> microseconds that it may take, full workload.
       index: Of the prefix cache beforehand: None for none, else what is published.
-      policy: Of eviction.
     """
 
     name: str
@@ -188,6 +187,14 @@ OPERATIONS = (
 )
 
 
+def scattered(cache: kv.Cache) -> kv.Cache:
+    """The empty cache, its blocks to be handed out in random order."""
+    (pool,) = cache.control.block_pools
+    order = np.random.default_rng(0).permutation(pool.num_blocks).astype(np.int32)
+    pool = dataclasses.replace(pool, free_stack=jnp.asarray(order))
+    return dataclasses.replace(cache, control=dataclasses.replace(cache.control, block_pools=(pool,)))
+
+
 def prepare(operation: Operation, workload: Workload, num_blocks: int) -> kv.Cache:
     """The state before the operation's first step; its blocks lie scattered over the pool."""
     config = kv.CacheConfig(
@@ -199,11 +206,7 @@ def prepare(operation: Operation, workload: Workload, num_blocks: int) -> kv.Cac
         enable_prefix_caching=operation.index is not None,
         eviction_policy=operation.policy,
     )
-    cache = kv.init(config, storage=False)
-    (pool,) = cache.control.block_pools
-    order = np.random.default_rng(0).permutation(num_blocks).astype(np.int32)
-    pool = dataclasses.replace(pool, free_stack=jnp.asarray(order))
-    cache = dataclasses.replace(cache, control=dataclasses.replace(cache.control, block_pools=(pool,)))
+    cache = scattered(kv.init(config, storage=False))
     if operation.index == EVERYTHING:
         # Other tokens first, in every block, published and let go.
         per_row = jnp.full(NUM_ROWS, num_blocks // NUM_ROWS * BLOCK_SIZE, jnp.int32)

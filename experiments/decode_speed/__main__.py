@@ -4,20 +4,17 @@ Command: python -m experiments.decode_speed [--json] [--picture FILE] [--data DI
 Machine: 2 virtual cores of an AMD EPYC, idle; jax 0.12.0; results/decode_speed.json and .png
 Answer:  8 full rows of 4,096 tokens: 24.5 ms a step, 0.77 times a dense cache [B, S, H, D] (Flax's layout)
   and 1.8 times one in [B, H, S, D], which misses the bar of 1.2. 8 rows at 3-7% of the table: 4.1 ms, 7.3 and
-  3.0 times faster (bar: 5). No cache: 169 ms for the short rows, 21 s for the full ones. Attention is 90% of
-  a full step.
+  3.0 times faster (bar: 5). No cache: 169 ms for the short rows, 21 s for the full ones.
 
-One model, float32, in one run: `models.decoder` on the paged cache; the same layers on a dense cache with
-room for a table of tokens in every row (a scatter at each row's position, masked attention over all places),
-in both layouts that JAX code has; and the same layers with no cache, over the whole context again. All get
-the same contexts and must give the same logits before anything is timed. The paged rows' blocks lie scattered
-over the pool.
+One model, float32, in one run: `models.decoder` on the paged cache, whose blocks lie scattered; the same
+layers on a dense cache with room for a table of tokens in every row, in both layouts that JAX code has; and
+with no cache, over the whole context again. All get the same contexts and must give the same logits before
+anything is timed.
 
 A step is timed as a decode loop runs it: NUM_STEPS of them in a jitted scan, each fed with the token that the
-one before it chose, the cache donated; the time is divided by their number. The sides take turns, and rows
-are rolled back between the turns, outside of the timed region. Compile time stands apart. The share of
-attention (bookkeeping and writes with it) is what a step takes longer than the same layers looking at no
-other token.
+one before it chose, the cache donated. The sides take turns, and rows are rolled back between the turns,
+outside of the timed region. The share of attention (bookkeeping and writes with it) is what a step takes
+longer than the same layers looking at no other token.
 """
 
 import functools
@@ -139,7 +136,6 @@ def check_equal(logits: jax.Array, expected: jax.Array, what: str) -> None:
 
 
 def bars_of(records: Sequence[dict], memory: dict) -> list[dict]:
-    """What must hold, beside what was measured."""
     bars, medians = [], [medians_ms(records, case) for case in (FULL, SHORT)]
     for side in DENSE:
         full, short = (of_case[PAGED] / of_case[side] for of_case in medians)
@@ -174,8 +170,7 @@ def main(arguments: list[str] | None = None) -> int:
         "memory": memory,
         "bars": bars_of(records, memory),
     }
-    deliver(report, options, show, draw)
-    return 0
+    return deliver(report, options, show, draw)
 
 
 if __name__ == "__main__":

@@ -61,10 +61,7 @@ def unstacked(decoder: Decoder) -> Unstacked:
 class DenseCache(NamedTuple):
     """Room for `max_seq_len` tokens in every row, whatever the row holds.
 
-    Attributes:
-      k: Per layer `[b, max_seq_len, num_kv_heads, d]`, or with heads before tokens.
-      v: Likewise.
-      context_len: i32[b], tokens held.
+    Per layer `[b, max_seq_len, num_kv_heads, d]`, or with heads before tokens; i32[b] tokens are held.
     """
 
     k: tuple[jax.Array, ...]

@@ -3,6 +3,7 @@
 import csv
 import functools
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +24,7 @@ NUM_SAMPLES = (2, 4, 8, 16)
 
 
 def memory_report(data: Path | None) -> dict:
-    """Padding and sharing; `skipped` says why there is no padding.
-
-    Raises:
-      InputError: the trace is damaged, or not in the folder `data`.
-    """
+    """Padding and sharing; `skipped` says why there is no padding."""
     if data is None:
         reason = f"no folder was named with --data or KVCACHE_DATA_DIR; {WHERE}"
         return {"padding": [], "skipped": reason, "sharing": sharing()}
@@ -38,11 +35,7 @@ def memory_report(data: Path | None) -> dict:
 
 
 def conversation_lens(trace: Path) -> np.ndarray:
-    """i32[requests], tokens that each conversation holds when it ends: prompt and answer.
-
-    Raises:
-      InputError: it cannot be read, or has no requests.
-    """
+    """i32[requests], tokens that each conversation holds when it ends: prompt and answer."""
     try:
         with trace.open(newline="", encoding="utf-8") as file:
             rows = [int(row["ContextTokens"]) + int(row["GeneratedTokens"]) for row in csv.DictReader(file)]
@@ -56,26 +49,20 @@ def conversation_lens(trace: Path) -> np.ndarray:
 
 
 def padding(lens: np.ndarray) -> list[dict]:
-    """Unused share of the allocated token slots, per block size: median and range over draws of rows.
+    """Unused share of the token slots, per block size: median and range over draws of i32[requests] lengths.
 
     Block size None is a dense cache as long as its longest row.
-
-    Args:
-      lens: i32[requests], to draw from.
     """
     draws = np.random.default_rng(0).choice(lens, (NUM_DRAWS, NUM_ROWS))
     longest = int(draws.max())
     dense = [1 - draw.sum() / (NUM_ROWS * draw.max()) for draw in draws]
     records = [{"block_size": None, **_spread(dense)}]  # dense
     for block_size in BLOCK_SIZES:
-        columns = -(-longest // block_size)
-        cache = _control(
-            block_size, NUM_ROWS, columns * block_size, int((-(-draws // block_size)).sum(1).max())
-        )
-        unused = []
-        for draw in draws:
+        expected = (-(-draws // block_size)).sum(axis=1)
+        cache, unused = _control(block_size, NUM_ROWS, longest, int(expected.max())), []
+        for draw, wanted in zip(draws, expected, strict=True):
             num_blocks = int(_fill(cache, jnp.asarray(draw), max_new=longest))
-            if num_blocks != (-(-draw // block_size)).sum():
+            if num_blocks != wanted:
                 raise RuntimeError(f"blocks of {block_size}: {num_blocks} used, expected each row rounded up")
             unused.append(1 - draw.sum() / (num_blocks * block_size))
         records.append({"block_size": block_size, **_spread(unused)})
@@ -110,14 +97,10 @@ def sharing() -> list[dict]:
 
 
 def _control(block_size: int, max_seqs: int, max_seq_len: int, num_blocks: int) -> kv.Cache:
-    config = kv.CacheConfig(
-        [kv.FullAttention(num_kv_heads=1, head_dim=64)],
-        block_size=block_size,
-        max_seqs=max_seqs,
-        max_seq_len=max_seq_len,
-        num_blocks=num_blocks,
+    sizes: Any = dict(
+        block_size=block_size, max_seqs=max_seqs, max_seq_len=max_seq_len, num_blocks=num_blocks
     )
-    return kv.init(config, storage=False)
+    return kv.init(kv.CacheConfig([kv.FullAttention(num_kv_heads=1, head_dim=64)], **sizes), storage=False)
 
 
 @functools.partial(jax.jit, static_argnames="max_new")

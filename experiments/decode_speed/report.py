@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from experiments.common import log_axes
-from experiments.common.report import figure, show_bars, show_provenance
+from experiments.common.report import figure, framed
 from experiments.common.timing import number, show_records, spread_columns
 from experiments.decode_speed.memory import BLOCK_SIZE, NUM_DRAWS, NUM_ROWS
 from experiments.decode_speed.sides import ALONE, BATCHES, DENSE, FILLS, FULL, NUM_STEPS, PAGED, SHORT, Case
@@ -12,20 +12,17 @@ from experiments.decode_speed.sides import ALONE, BATCHES, DENSE, FILLS, FULL, N
 DENSE_PADDED = "dense, as long as the longest row"
 
 
+@framed
 def show(report: dict) -> None:
-    """Prints a report, the object of `--json`, as tables."""
     model = report["model"]
-    show_provenance(report)
     print(f"{model['checkpoint']}: {model['num_parameters']:,} parameters, float32; times in milliseconds")
     for case in (FULL, SHORT):
         _show_case(case, report["records"])
     _show_sweep(report["records"])
     _show_memory(report["memory"])
-    show_bars(report)
 
 
 def medians_ms(records: Sequence[dict], case: Case) -> dict[str, float]:
-    """Per side the milliseconds of a step."""
     return {
         record["side"]: record["median_us"] / 1e3 for record in records if record["case"]["name"] == case.name
     }
@@ -87,7 +84,6 @@ def _show_memory(memory: dict) -> None:
 
 @figure((11, 8), 2, 2)
 def draw(report: dict, by_fill: Any, by_batch: Any, padding: Any, sharing: Any) -> None:
-    """Four panels: the step by fill and by batch, slots without a token, blocks saved."""
     records, measured = report["records"], {record["case"]["name"] for record in report["records"]}
     colors = dict(zip((PAGED, *DENSE, ALONE), ("C0", "C1", "C3", "0.6"), strict=True))
 
@@ -102,24 +98,13 @@ def draw(report: dict, by_fill: Any, by_batch: Any, padding: Any, sharing: Any) 
         axes.minorticks_off()
         axes.legend(frameon=False)
 
-    full_len = FULL.table_len
-    plot(
-        by_fill,
-        [*FILLS, FULL],
-        lambda case: case.lens[0],
-        f"{len(FULL.lens)} rows in a table of {full_len:,}",
-        "tokens that each row holds",
-    )
+    title = f"{len(FULL.lens)} rows in a table of {FULL.table_len:,}"
+    plot(by_fill, [*FILLS, FULL], lambda case: case.lens[0], title, "tokens that each row holds")
     alone = medians_ms(records, FULL)[ALONE]
     by_fill.axhline(alone, color=colors[ALONE], linestyle="--", label=ALONE)
     by_fill.legend(frameon=False)
-    plot(
-        by_batch,
-        [*BATCHES, FULL],
-        lambda case: len(case.lens),
-        f"rows full, {full_len:,} tokens each",
-        "rows",
-    )
+    title = f"rows full, {FULL.table_len:,} tokens each"
+    plot(by_batch, [*BATCHES, FULL], lambda case: len(case.lens), title, "rows")
     for axes in (by_fill, by_batch):
         log_axes.label(axes.yaxis)
 
@@ -127,13 +112,9 @@ def draw(report: dict, by_fill: Any, by_batch: Any, padding: Any, sharing: Any) 
     if paged:
         (dense,) = (record for record in report["memory"]["padding"] if not record["block_size"])
         sizes = [record["block_size"] for record in paged]
-        padding.fill_between(
-            sizes,
-            *([100 * record[key] for record in paged] for key in ("least", "most")),
-            color="C0",
-            alpha=0.2,
-        )
-        padding.plot(sizes, [100 * record["median"] for record in paged], "o-", color="C0", label=PAGED)
+        least, median, most = ([100 * record[key] for record in paged] for key in ("least", "median", "most"))
+        padding.fill_between(sizes, least, most, color="C0", alpha=0.2)
+        padding.plot(sizes, median, "o-", color="C0", label=PAGED)
         padding.axhline(100 * dense["median"], color="C3", label=DENSE_PADDED)
         padding.axhline(4, color="0.6", linestyle="--", label="4%, published for blocks of 16")
         padding.set(xscale="log", xlabel="tokens per block", ylabel="% of the slots")
@@ -155,7 +136,6 @@ def draw(report: dict, by_fill: Any, by_batch: Any, padding: Any, sharing: Any) 
         sharing.plot(samples, [100 * r["closed_form"] for r in rows], "-", color=color)
         label = f"prompt of {prompt_blocks} blocks, {own_blocks} of its own per sample"
         sharing.plot(samples, [100 * r["saved"] for r in rows], "o", color=color, label=label)
-    sharing.set(
-        xlabel="samples of a prompt", ylabel="% of the blocks", title="blocks saved (lines: closed form)"
-    )
+    sharing.set(xlabel="samples of a prompt", ylabel="% of the blocks")
+    sharing.set_title("blocks saved (lines: closed form)")
     sharing.legend(frameon=False)

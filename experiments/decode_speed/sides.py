@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvcache_jax as kv
+from experiments.bookkeeping.operations import scattered
 from experiments.decode_speed import dense_decoder
 from models.decoder import Decoder, DecoderConfig, cache_config, forward
 
@@ -56,7 +57,6 @@ class Contexts(NamedTuple):
 
 
 def make_contexts(decoder: Decoder, num_rows: int = 2, length: int = TABLE_LEN) -> Contexts:
-    """Random tokens, and what the model keeps of them."""
     tokens = np.random.default_rng(0).integers(decoder.config.vocab_size, size=(num_rows, length))
     tokens = jnp.asarray(tokens, jnp.int32)
     return Contexts(tokens, *jax.jit(dense_decoder.keys_and_values)(decoder, tokens))
@@ -64,14 +64,9 @@ def make_contexts(decoder: Decoder, num_rows: int = 2, length: int = TABLE_LEN) 
 
 @dataclasses.dataclass(frozen=True)
 class Side:
-    """A way to decode.
+    """A way to decode, from a state that holds the first `start_lens` tokens.
 
-    Attributes:
-      name: As printed.
-      start: (config, case, contexts) -> state that holds the first `start_lens` tokens.
-      step: (decoder, tokens i32[b], state) -> (logits f32[b, vocab_size], state).
-      rewind: (state, start_lens) -> state.
-      prepare: decoder -> what `step` is given in its place.
+    `step` takes tokens i32[b] and gives logits f32[b, vocab_size], by what `prepare` makes of the decoder.
     """
 
     name: str
@@ -90,14 +85,6 @@ def _start_paged(config: DecoderConfig, case: Case, contexts: Contexts, **option
     cache, step = kv.donate(kv.append)(cache, contexts.k, contexts.v, case.start_lens)
     kv.raise_for_status(step.status, "append")
     return cache
-
-
-def scattered(cache: kv.Cache) -> kv.Cache:
-    """The empty cache, its blocks to be handed out in random order."""
-    (pool,) = cache.control.block_pools
-    order = np.random.default_rng(0).permutation(pool.num_blocks).astype(np.int32)
-    pool = dataclasses.replace(pool, free_stack=jnp.asarray(order))
-    return dataclasses.replace(cache, control=dataclasses.replace(cache.control, block_pools=(pool,)))
 
 
 def _step_paged(decoder: Decoder, tokens: jax.Array, cache: kv.Cache) -> tuple[jax.Array, kv.Cache]:
@@ -119,14 +106,13 @@ def _rewind_paged(cache: kv.Cache, start_lens: np.ndarray) -> kv.Cache:
 
 
 def _dense(layout: dense_decoder.Layout) -> Side:
-    def start(config: DecoderConfig, case: Case, contexts: Contexts) -> dense_decoder.DenseCache:
-        return dense_decoder.dense_cache(contexts.k, contexts.v, case.start_lens, layout)
-
-    def rewind(cache: dense_decoder.DenseCache, start_lens: np.ndarray) -> dense_decoder.DenseCache:
-        return cache._replace(context_len=jnp.asarray(start_lens))
-
-    step = functools.partial(dense_decoder.dense_step, layout=layout)
-    return Side(f"dense {layout}", start, step, rewind, dense_decoder.unstacked)
+    return Side(
+        f"dense {layout}",
+        lambda _, case, held: dense_decoder.dense_cache(held.k, held.v, case.start_lens, layout),
+        functools.partial(dense_decoder.dense_step, layout=layout),
+        lambda cache, start_lens: cache._replace(context_len=jnp.asarray(start_lens)),
+        dense_decoder.unstacked,
+    )
 
 
 def _step_alone(

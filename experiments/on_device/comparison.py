@@ -106,7 +106,6 @@ COLUMNS = {
 
 
 def show(compared: dict[str, Any], seconds: float) -> None:
-    """Prints what `compare` found."""
     if compared["cells"]:
         show_records(
             "paged decode beside peers, bfloat16 where no other numbers are named", COLUMNS, compared["cells"]
@@ -120,5 +119,4 @@ def _us(median: float | None) -> str:
 
 
 def percent(share: float | None) -> str:
-    """Words a share."""
     return "" if share is None else f"{share:.0%}"

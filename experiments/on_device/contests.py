@@ -43,13 +43,12 @@ FAILURES = (Exception, SystemExit)
 
 
 class Program(NamedTuple):
-    """A number of launches.
+    """A number of launches; `note` is what a reader of the figures must know.
 
     Attributes:
       run: () -> handle; enqueues all of them and returns.
       wait: (handle) blocks until they are done.
       result: (handle) -> what the last of them computed.
-      note: What a reader of the figures must know.
     """
 
     run: Callable[[], Any]
@@ -59,13 +58,7 @@ class Program(NamedTuple):
 
 
 class Side(NamedTuple):
-    """One who takes part.
-
-    Attributes:
-      name: As printed.
-      prepare: (num_launches) -> Program, compiled; raises if it cannot.
-      is_ours: Not a peer.
-    """
+    """One who takes part; `prepare`, given the number of launches, compiles a program or raises."""
 
     name: str
     prepare: Callable[[int], Program]
@@ -78,8 +71,7 @@ class Contest(NamedTuple):
     Attributes:
       name: As printed.
       num_bytes: That one launch must read and write, each once.
-      error_of: (result) -> how far it is from the reference.
-      tolerance: The largest error.
+      error_of: (result) -> how far it is from the reference, at most `tolerance`.
       num_launches: Of a sample.
       is_cell: A decode whose sides are compared with each other.
     """
@@ -141,10 +133,8 @@ def compete(
         the name of another side.
       without: Sides that do not take part, and why.
 
-    Returns:
-      A record per side, in order: `status`, the `reason` if it is not right, `error`, `first_call_s`
-      (compiling, and the launches of one sample), `launches_per_sample` and, per launch, the figures of
-      `timing.summary`.
+    Returns a record per side, in order: `status`, the `reason` if it is not right, `error`, `first_call_s`
+    (compiling, and the launches of one sample), and per launch the figures of `timing.summary`.
     """
     records, running = [], []
     for side in sides:
@@ -232,15 +222,8 @@ def hold(
     """Holds contest after contest, and says of each, once it is over, its `sides`, or why it was `skipped`.
 
     Before anything that may end or hang the process it says what is going to be `at` work. A lost device ends
-    the process.
-
-    Args:
-      makers: The contests.
-      seconds: See `compete`.
-      resume: What processes before this one left: `done`, names of contests, and `without`, by contest or for
-        all by "*": sides that take no part, and why.
-      check_device: See `compete`.
-      clean: Called after each contest.
+    the process. Of processes before this one `resume` has names that are `done`, and `without`, by contest or
+    for all by "*": sides that take no part, and why.
     """
     done, without = resume.get("done", ()), resume.get("without", {})
     try:

@@ -15,19 +15,7 @@ import numpy as np
 from jax import lax
 
 from experiments.on_device import contests, torch_sides
-from experiments.on_device.contests import (
-    COPY,
-    FLOOR,
-    OURS,
-    PYTORCH,
-    READ,
-    XLA,
-    Contest,
-    Makers,
-    Program,
-    Side,
-    launches_for,
-)
+from experiments.on_device.contests import COPY, READ, Contest, Makers, Program, Side, launches_for
 from experiments.on_device.problem import random_pool
 from experiments.on_device.sides import looped
 from pallas_kernels import reference
@@ -38,7 +26,7 @@ NUM_BUFFERS = 4
 def ceiling_makers(buffer_len: int = 1 << 27) -> Makers:
     """What a launch costs, how fast memory is read, and how fast it is read and written."""
     return {
-        FLOOR: _floor,
+        contests.FLOOR: _floor,
         READ: functools.partial(_read, buffer_len),
         COPY: functools.partial(_copy, buffer_len),
     }
@@ -70,7 +58,7 @@ def _read(buffer_len: int) -> tuple[Contest, list[Side]]:
         return torch_sides.captured(lambda nth: tensor[nth % NUM_BUFFERS].sum(), num_launches)
 
     contest = Contest(READ, num_bytes, lambda got: abs(float(got) / total - 1), 1e-3, num_launches)
-    return contest, [Side(XLA, xla_sum), Side(PYTORCH, torch_sum)]
+    return contest, [Side(contests.XLA, xla_sum), Side(contests.PYTORCH, torch_sum)]
 
 
 def _copy(buffer_len: int) -> tuple[Contest, list[Side]]:
@@ -89,7 +77,7 @@ def _copy(buffer_len: int) -> tuple[Contest, list[Side]]:
     contest = Contest(
         COPY, 2 * buffers.nbytes, lambda got: float(np.abs(got - first - num_copies).max()), 1e-3, num_copies
     )
-    return contest, [Side(XLA, xla_add)]
+    return contest, [Side(contests.XLA, xla_add)]
 
 
 def _floor() -> tuple[Contest, list[Side]]:
@@ -99,8 +87,8 @@ def _floor() -> tuple[Contest, list[Side]]:
     def add(x: jax.Array, _, buffer: jax.Array, zero: jax.Array) -> jax.Array:
         return x + (buffer + zero).astype(x.dtype)
 
-    contest = Contest(FLOOR, 0, lambda _: 0.0, 0.0, launches_for(0))
-    return contest, [Side(XLA, functools.partial(looped, add, x, (), NUM_BUFFERS))]
+    contest = Contest(contests.FLOOR, 0, lambda _: 0.0, 0.0, launches_for(0))
+    return contest, [Side(contests.XLA, functools.partial(looped, add, x, (), NUM_BUFFERS))]
 
 
 def _in_place(loop: Callable, state: Any, inputs: Any = (), interpret: bool = False) -> Program:
@@ -148,14 +136,7 @@ TINY_POOLS = Pools(num_layers=2, num_blocks=4, num_kv_heads=1, block_size=8, hea
 
 
 def move_makers(sizes: Pools, num_tokens: tuple[int, ...], num_moved: int, interpret: bool = False) -> Makers:
-    """Appends of so many tokens, and so many blocks gathered, scattered and copied; by name.
-
-    Args:
-      sizes: Of the pools.
-      num_tokens: Of each append, written into one layer.
-      num_moved: Blocks of each other movement, in all layers; at most half of them.
-      interpret: Run our kernels on the CPU.
-    """
+    """Appends of so many tokens to one layer, and so many blocks gathered, scattered and copied; by name."""
     move = functools.partial(_move, sizes, interpret)
     appends = {f"append {num} token{'s' * (num > 1)}": ("append_kv", num) for num in num_tokens}
     others = {
@@ -226,5 +207,5 @@ def _move(sizes: Pools, interpret: bool, name: str, kernel: str, num: int) -> tu
         return max(float((got != wanted).mean()) for got, wanted in pairs)
 
     contest = Contest(name, num_bytes, error_of, 0.0, num_launches)
-    xla = Side(XLA, lambda _: _in_place(by_reference, start(), inputs))
-    return contest, [Side(OURS, ours, is_ours=True), xla]
+    xla = Side(contests.XLA, lambda _: _in_place(by_reference, start(), inputs))
+    return contest, [Side(contests.OURS, ours, is_ours=True), xla]

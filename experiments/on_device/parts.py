@@ -27,25 +27,13 @@ import numpy as np
 import kvcache_jax as kv
 from experiments.common import timing
 from experiments.common.command import InputError, Parser, run
+from experiments.on_device import contests
 from experiments.on_device.cells import QUICK, TINY, Cell, all_cells
-from experiments.on_device.contests import (
-    OURS,
-    XLA_ATTENTION,
-    Contest,
-    Makers,
-    Program,
-    Side,
-    compiled,
-    hold,
-    jax_program,
-    launches_for,
-    one_line,
-    say,
-)
+from experiments.on_device.contests import OURS, Contest, Makers, Program, Side
 from experiments.on_device.moves import TINY_POOLS, Pools, ceiling_makers, move_makers
 from experiments.on_device.problem import TOLERANCE, error_of, expected_output, make_problem
 from experiments.on_device.sides import jax_sides
-from experiments.on_device.torch_sides import FLASHINFER_DIR, free_memory, synchronize, torch_sides
+from experiments.on_device.torch_sides import FLASHINFER_DIR, settle, torch_sides
 from kvcache_jax.core.backends import MOSAIC_GPU, XLA
 from pallas_kernels import reference
 from pallas_kernels.gpus import gpu_of, served
@@ -62,13 +50,10 @@ STACK, TUPLE = "layers in a stack", "layers in a tuple"
 
 def kernels(interpret: bool, _: list[str]) -> Makers:
     """Checks all named shapes of attention, the merge and the movements; what is not to be read is NaN."""
+    named = ("decode", DECODE_SHAPES), ("decode", EIGHT_BIT_SHAPES), ("prefill", PREFILL_SHAPES)
     attends = {
         f"{kernel}: {shape.name}": functools.partial(_attend, kernel, shape, interpret)
-        for kernel, shapes in (
-            ("decode", DECODE_SHAPES),
-            ("decode", EIGHT_BIT_SHAPES),
-            ("prefill", PREFILL_SHAPES),
-        )
+        for kernel, shapes in named
         for shape in (shapes[:1] if interpret else shapes)
     }
     moves = _moves((3,) if interpret else (1, 128), interpret)
@@ -132,7 +117,7 @@ def serving(interpret: bool, _: list[str]) -> Makers:
     def make(title: str, work: Callable[[str], list]) -> tuple[Contest, list[Side]]:
         return Contest(title, 0, error_of, LOGPROB_TOLERANCE, 1), [
             Side(OURS, functools.partial(_served, work, MOSAIC_GPU, interpret), is_ours=True),
-            Side(XLA_ATTENTION, functools.partial(_served, work, XLA, False)),
+            Side(contests.XLA_ATTENTION, functools.partial(_served, work, XLA, False)),
         ]
 
     ending = f"{num_prompts} prompts of {prompt_len} tokens, {max_new} new; a launch is all"
@@ -168,7 +153,7 @@ def _moves(num_tokens: tuple[int, ...], interpret: bool) -> Makers:
 
 
 def _cell(cell: Cell, interpret: bool) -> tuple[Contest, list[Side]]:
-    num_launches = 2 if interpret else launches_for(cell.kv_bytes)
+    num_launches = 2 if interpret else contests.launches_for(cell.kv_bytes)
     problem = jax.block_until_ready(make_problem(cell, num_buffers=2 if interpret else None))
     expected = expected_output(problem, (num_launches - 1) % problem.num_buffers)
     wrong_by = functools.partial(error_of, expected=expected)
@@ -181,7 +166,7 @@ def _served(work: Callable[[str], list], implementation: str, interpret: bool, _
         with kv.testing.interpreted() if interpret else contextlib.nullcontext():
             return work(implementation)
 
-    return jax_program(run_it, interpret, result=list)
+    return contests.jax_program(run_it, interpret, result=list)
 
 
 def _attend(kernel: str, shape: DecodeShape, interpret: bool) -> tuple[Contest, list[Side]]:
@@ -226,8 +211,8 @@ def _checked(
         from pallas_kernels import mosaic_gpu
 
         options = {"interpret": True} if interpret else {}
-        program = compiled(functools.partial(call, getattr(mosaic_gpu, kernel), **options), arrays)
-        return jax_program(functools.partial(program, arrays), interpret, result=tuple)
+        program = contests.compiled(functools.partial(call, getattr(mosaic_gpu, kernel), **options), arrays)
+        return contests.jax_program(functools.partial(program, arrays), interpret, result=tuple)
 
     return Contest(name, 0, error_of, tolerance, 1), [Side(OURS, prepare, is_ours=True)]
 
@@ -266,18 +251,14 @@ def _driver() -> str | None:
 
 
 def find_device(interpret: bool) -> Any:
-    """The device that is measured.
-
-    Raises:
-      InputError: it is none that the kernels are for.
-    """
+    """The device that is measured; an InputError where it is none that the kernels are for."""
     if reason := untested_jax():
         raise InputError(reason)
     advice = f"run it on one of compute capability {served()}, or see the path with --interpret --output DIR"
     try:
         device = jax.devices("cpu")[0] if interpret else jax.devices()[0]
     except RuntimeError as error:
-        raise InputError(f"jax finds no device ({one_line(error)}): {advice}") from error
+        raise InputError(f"jax finds no device ({contests.one_line(error)}): {advice}") from error
     if interpret:
         return device
     if device.platform != "gpu":
@@ -291,14 +272,12 @@ def find_device(interpret: bool) -> Any:
 def check_device() -> None:
     """Raises if the device does not answer, as after an illegal access."""
     jax.block_until_ready(jnp.arange(8).sum())
-    synchronize()
+    settle()
 
 
 def clean() -> None:
-    """Frees what a contest held."""
     gc.collect()
     jax.clear_caches()
-    free_memory()
     check_device()
 
 
@@ -323,9 +302,9 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"got --cell {options.cell}, expected the beginning of a name: {names}; ...")
     nth, count = map(int, options.share.split("/"))
     names = [*makers][nth::count]
-    say(environment=environment(device), names=names)
+    contests.say(environment=environment(device), names=names)
     seconds = None if options.interpret else seconds
-    hold({name: makers[name] for name in names}, seconds, options.resume, check_device, clean)
+    contests.hold({name: makers[name] for name in names}, seconds, options.resume, check_device, clean)
     return 0
 
 

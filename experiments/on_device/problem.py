@@ -87,11 +87,11 @@ class Problem(NamedTuple):
         )
 
 
-def make_problem(cell: Cell, num_buffers: int | None = None, seed: int = 0) -> Problem:
+def make_problem(cell: Cell, num_buffers: int | None = None) -> Problem:
     num_buffers = num_buffers or cell.num_buffers
-    table, unowned = make_table(cell, seed)
+    table, unowned = make_table(cell)
     unowned = (cell.num_blocks * np.arange(num_buffers)[:, None] + unowned).reshape(-1)
-    q_key, k_key, v_key = jax.random.split(jax.random.key(seed), 3)
+    q_key, k_key, v_key = jax.random.split(jax.random.key(0), 3)
     shape = (num_buffers * cell.num_blocks, cell.num_kv_heads, cell.block_size, cell.head_dim)
     q_shape = (cell.batch, cell.num_kv_heads, cell.group_size, cell.head_dim)
 
@@ -99,18 +99,11 @@ def make_problem(cell: Cell, num_buffers: int | None = None, seed: int = 0) -> P
         numbers = random_pool(key, shape)
         return (_poisoned(numbers, unowned),) if is_plain else _stored(key, numbers, unowned, cell.dtype)
 
-    is_plain = cell.dtype == "bfloat16"
+    is_plain, q = cell.dtype == "bfloat16", jax.random.normal(q_key, q_shape, jnp.bfloat16)
     (k_pool, *of_keys), (v_pool, *of_values) = stored(k_key), stored(v_key)
     beside = [array for pair in zip(of_keys, of_values, strict=True) for array in pair]
-    return Problem(
-        cell=cell,
-        num_buffers=num_buffers,
-        q=jax.random.normal(q_key, q_shape, jnp.bfloat16),
-        k_pool=k_pool,
-        v_pool=v_pool,
-        block_table=jnp.asarray(table),
-        scaling=None if is_plain else Scaling(*beside),
-    )
+    scaling = None if is_plain else Scaling(*beside)
+    return Problem(cell, num_buffers, q, k_pool, v_pool, jnp.asarray(table), scaling)
 
 
 @functools.partial(jax.jit, donate_argnums=1, static_argnums=3)
@@ -126,9 +119,9 @@ def _stored(key: jax.Array, values: jax.Array, unowned: jax.Array, dtype: str) -
     return numbers, bits, 0.3 * jax.random.normal(offset_key, scale.shape, jnp.float32)
 
 
-def make_table(cell: Cell, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+def make_table(cell: Cell) -> tuple[np.ndarray, np.ndarray]:
     """Draws the block table i32[b, columns], and the blocks that belong to no row."""
-    order = np.random.default_rng(seed).permutation(cell.num_blocks).astype(np.int32)
+    order = np.random.default_rng(0).permutation(cell.num_blocks).astype(np.int32)
     owned, unowned = order[:-NUM_UNOWNED], order[-NUM_UNOWNED:]
     table = np.full((cell.batch, cell.num_columns), unowned[0], np.int32)
     num_held = np.array(cell.lens) // cell.block_size

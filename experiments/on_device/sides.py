@@ -46,19 +46,9 @@ def _ours(problem: Problem, is_planned: bool, interpret: bool, num_launches: int
         (q, table, rows, plan), (k_pool, v_pool, scaling) = inputs, pools
         if plan is None:
             plan = plan_of(rows._replace(num_columns=rows.num_columns + zero))
-        q = (q + zero.astype(q.dtype)).reshape(q_shape)
-        out, _ = mosaic_gpu.paged_decode(
-            q,
-            k_pool,
-            v_pool,
-            table,
-            rows,
-            options,
-            layer=buffer,
-            plan=plan,
-            scaling=scaling,
-            interpret=interpret,
-        )
+        arrays = (q + zero.astype(q.dtype)).reshape(q_shape), k_pool, v_pool, table, rows
+        more: Any = dict(layer=buffer, plan=plan, scaling=scaling, interpret=interpret)
+        out, _ = mosaic_gpu.paged_decode(*arrays, options, **more)
         return out.reshape(problem.q.shape)
 
     inputs = problem.q, problem.block_table, problem.rows, plan

@@ -21,7 +21,7 @@ from flax import nnx
 from jax import lax
 
 import kvcache_jax as kv
-from experiments.decode_speed.sides import scattered
+from experiments.bookkeeping.operations import scattered
 from experiments.on_device.contests import OURS, XLA_ATTENTION, Contest, Program, Side, compiled, jax_program
 from experiments.on_device.problem import error_of, random_pool
 from kvcache_jax.attention.mosaic import interpreted
@@ -33,6 +33,9 @@ TOLERANCE = 3e-2
 """Of the logits, as norms, from float32's. A rounding to bfloat16 is off by 2^-9 / sqrt(3), as a root of the
 mean square; nine of them in each of 16 layers, independent of each other, make 1.4e-2: this is twice that."""
 
+LLAMA_SCALING = Llama3Scaling(
+    factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=8192
+)
 LLAMA_1B = DecoderConfig(
     vocab_size=128256,
     hidden_size=2048,
@@ -42,12 +45,7 @@ LLAMA_1B = DecoderConfig(
     num_kv_heads=8,
     head_dim=64,
     max_seq_len=131072,
-    rope=Rope(
-        theta=500_000.0,
-        scaling=Llama3Scaling(
-            factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=8192
-        ),
-    ),
+    rope=Rope(theta=500_000.0, scaling=LLAMA_SCALING),
     norm_eps=1e-5,
     tie_embeddings=True,
     dtype=jnp.bfloat16,
@@ -103,16 +101,12 @@ def step_contest(
     interpret: bool = False,
     laid_out: Callable[[Decoder], Decoder] = lambda decoder: decoder,
 ) -> tuple[Contest, list[Side]]:
-    """XLA's attention and ours with the kernels, both in bfloat16 and both checked against float32.
-
-    Both compute with the decoder as `laid_out`.
-    """
+    """XLA's attention and ours with the kernels, in bfloat16, as `laid_out`, both checked against float32."""
     expected = expected_logits(decoder, sizes)
     decoder = laid_out(decoder)
     num_bytes = param_bytes(decoder) + kv_bytes(decoder.config, sizes)
-    contest = Contest(
-        sizes.name, num_bytes, lambda logits: error_of(logits, expected), TOLERANCE, sizes.num_steps
-    )
+    wrong_by = functools.partial(error_of, expected=expected)
+    contest = Contest(sizes.name, num_bytes, wrong_by, TOLERANCE, sizes.num_steps)
     xla = functools.partial(_prepare, decoder, sizes, XLA, False)
     ours = functools.partial(_prepare, decoder, sizes, MOSAIC_GPU, interpret)
     return contest, [Side(XLA_ATTENTION, xla), Side(OURS, ours, is_ours=True)]
@@ -156,10 +150,9 @@ def _prepare(
     shape = (num_launches, sizes.batch)
     tokens = jax.random.randint(jax.random.key(1), shape, 0, decoder.config.vocab_size)
     held = [_filled_cache(decoder.config, sizes, implementation)]
+    arguments, options = (decoder, tokens, sizes.start_len), dict(donate_argnums=0, static_argnums=3)
     with interpreted() if interpret else contextlib.nullcontext():
-        program = compiled(
-            steps, held[0], decoder, tokens, sizes.start_len, donate_argnums=0, static_argnums=3
-        )
+        program = compiled(steps, held[0], *arguments, **options)
 
     def run() -> jax.Array:
         cache, logits = program(held.pop(), decoder, tokens)
@@ -171,32 +164,19 @@ def _prepare(
 
 def _filled_cache(model: DecoderConfig, sizes: StepSizes, implementation: str) -> kv.Cache:
     """Random keys and values, the same in each dtype; the values large: attention must show in the logits."""
-    rows = np.arange(sizes.batch)
-    cache = scattered(
-        kv.init(
-            cache_config(
-                model,
-                max_seqs=sizes.batch,
-                max_seq_len=sizes.context,
-                block_size=sizes.block_size,
-                implementation=XLA,  # plans no work for the prompt, which is not attended to
-            )
-        )
-    )
+    shapes = dict(max_seqs=sizes.batch, max_seq_len=sizes.context, block_size=sizes.block_size)
+    # XLA plans no work for the prompt, which is not attended to.
+    cache = scattered(kv.init(cache_config(model, **shapes, implementation=XLA)))
     lens = np.full(sizes.batch, sizes.start_len, np.int32)
-    cache, admission = kv.allocate(cache, rows, lens)
+    cache, admission = kv.allocate(cache, np.arange(sizes.batch), lens)
     kv.raise_for_status(admission.status, "allocate")
     cache, step = kv.extend(cache, lens, max_new=sizes.start_len)
     kv.raise_for_status(step.status, "extend")
     (pool,) = cache.pools
-    k_key, v_key = jax.random.split(jax.random.key(0))
-    shape, dtype, scale = pool.k.shape, pool.k.dtype, math.sqrt(sizes.context)
+    keys = jax.random.split(jax.random.key(0))
+    shape, dtype, scales = pool.k.shape, pool.k.dtype, (1.0, math.sqrt(sizes.context))
     del pool
-    pool = kv.state.KVPool(
-        arrays={
-            "k": random_pool(k_key, shape).astype(dtype),
-            "v": random_pool(v_key, shape, scale).astype(dtype),
-        }
-    )
+    drawn = zip("kv", keys, scales, strict=True)
+    arrays = {name: random_pool(key, shape, scale).astype(dtype) for name, key, scale in drawn}
     config = dataclasses.replace(cache.config, implementation=implementation)
-    return dataclasses.replace(cache, pools=(pool,), config=config)
+    return dataclasses.replace(cache, pools=(kv.state.KVPool(arrays=arrays),), config=config)

@@ -18,15 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.on_device.contests import (
-    FA2,
-    FA2_TENSOR_CORES,
-    FLASHINFER_CUDNN,
-    XQA,
-    Program,
-    Side,
-    one_line,
-)
+from experiments.on_device import contests
+from experiments.on_device.contests import Program, Side
 
 if TYPE_CHECKING:
     from experiments.on_device.problem import Problem
@@ -40,10 +33,10 @@ def torch_sides(problem: "Problem") -> list[Side]:
     if problem.scaling is not None:  # none has scales of each token
         return []
     return [
-        Side(FA2, functools.partial(_flashinfer, problem, "fa2", False)),
-        Side(FA2_TENSOR_CORES, functools.partial(_flashinfer, problem, "fa2", True)),
-        Side(FLASHINFER_CUDNN, functools.partial(_flashinfer, problem, "cudnn", False)),
-        Side(XQA, functools.partial(_xqa, problem)),
+        Side(contests.FA2, functools.partial(_flashinfer, problem, "fa2", False)),
+        Side(contests.FA2_TENSOR_CORES, functools.partial(_flashinfer, problem, "fa2", True)),
+        Side(contests.FLASHINFER_CUDNN, functools.partial(_flashinfer, problem, "cudnn", False)),
+        Side(contests.XQA, functools.partial(_xqa, problem)),
     ]
 
 
@@ -159,7 +152,9 @@ def captured(call: Callable[[int], Any], num_launches: int) -> Program:
             out = all_calls()
     except Exception as failure:
         wait(None)
-        return Program(all_calls, wait, result, f"launched one by one, no CUDA graph: {one_line(failure)}")
+        return Program(
+            all_calls, wait, result, f"launched one by one, no CUDA graph: {contests.one_line(failure)}"
+        )
 
     def replay() -> Any:
         graph.replay()
@@ -168,15 +163,9 @@ def captured(call: Callable[[int], Any], num_launches: int) -> Program:
     return Program(replay, wait, result)
 
 
-def free_memory() -> None:
-    """Gives back what PyTorch keeps, where it was imported."""
+def settle() -> None:
+    """Where PyTorch was imported, gives back what it keeps and waits; raises if the device is lost."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def synchronize() -> None:
-    """Waits for what PyTorch launched, where it was imported; raises if the device is lost."""
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available():
         torch.cuda.synchronize()

@@ -6,7 +6,6 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from experiments.common import byte_model, command
 from experiments.decode_speed import __main__ as decode_speed
@@ -14,7 +13,7 @@ from experiments.decode_speed import dense_decoder, sides
 from experiments.decode_speed import memory as decode_memory
 from experiments.decode_speed import report as decode_speed_report
 from experiments.decode_speed.sides import DENSE, NUM_STEPS, PAGED, SIDES, Case, make_contexts
-from models.decoder import Decoder, DecoderConfig
+from models.decoder import DecoderConfig
 
 TINY = DecoderConfig(
     vocab_size=13,
@@ -31,11 +30,6 @@ TINY = DecoderConfig(
 CASE = Case(
     "uneven", 48, (9, 48, 21)
 )  # the first steps of row 0 at position 1, the last of row 1 at the table's end
-
-
-@pytest.fixture(scope="module")
-def decoder():
-    return Decoder(TINY, rngs=nnx.Rngs(0))
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +190,7 @@ def test_logarithmic_axes_have_several_plain_numbers(monkeypatch, tmp_path, slow
         assert len(set(labels.values())) == len(labels)
 
 
-def test_the_command_reports_what_it_measured(monkeypatch, capsys, tmp_path, decoder):
+def test_the_command_reports_what_it_measured(monkeypatch, capsys, report_of, tmp_path, decoder):
     pytest.importorskip("matplotlib")
     report, measured = recorded(), []
 
@@ -208,8 +202,7 @@ def test_the_command_reports_what_it_measured(monkeypatch, capsys, tmp_path, dec
     monkeypatch.setattr(decode_speed, "make_contexts", lambda decoder: None)
     monkeypatch.setattr(decode_speed, "memory_report", lambda folder: report["memory"])
     monkeypatch.setattr(decode_speed, "measure", measure)
-    assert decode_speed.main(["--json"]) == 0
-    printed = json.loads(capsys.readouterr().out)
+    printed = report_of(decode_speed)
     assert set(report) <= set(printed)
     assert all(printed[name] == report[name] for name in ("bars", "memory"))
     assert measured == [decode_speed.FULL, decode_speed.SHORT, *decode_speed.FILLS, *decode_speed.BATCHES]
