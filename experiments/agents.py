@@ -4,30 +4,22 @@ many less where answers stay as the history drops the reasoning before them?
 Command: python -m experiments.agents [--sessions N] [--retain S] [--tool S] [--user S] [--reasoning SHARE]
          [--seed N] [--json]
 Machine: 2 cores of an AMD EPYC, shared with other work; jax 0.12.0.1
-Answer:  48.4, 52.9 and 37.6 million of 373 million tokens of prompts, 7.4 of them new: retention computes
-  0.776 of LRU's. Turns that compute more than 1,088 tokens of their own past again: 18.8, 17.0 and 13.4%. It
-  takes 42 s. Where those that run tools fit into the pool there is less to gain: 0.842 of LRU's tokens with
-  --tool 4 --user 180. A kept answer costs 0.307 of one that is computed again, for 0.0012 nats a byte. In all
-  that computes 46.6 million tokens, without it 51.1: of a turn the pool has its prompt and its answer, and
-  no blocks of reasoning.
+Answer:  48.4, 52.9 and 37.6 million of 373 million tokens of prompts: retention computes 0.776 of LRU's. A
+  kept answer costs 0.307 of one that is computed again, for 0.0012 nats a byte; in all that computes 46.6
+  million tokens, without it 51.1.
+Record:  experiments/results/agents.json
 
-Sessions of agents are drawn to published figures: a median of 43 turns, 131 tokens read per token written,
-and sub-agents in 44% of sessions. These fork from their parent's tokens, some side by side, and never return
-once they end. 24 sessions live at a time and share a system prompt. Between turns run tools, for seconds,
-some for minutes; one turn in ten waits for a user instead, for minutes. The pool holds half of the tokens of
-the sessions that live at a time.
-
-By retention, a turn that calls a tool, or waits for a sub-agent, says `retain` seconds, and one that ends or
-asks a user says none: an agent knows which it does, and not how long it takes.
+Sessions are drawn to published figures. Sub-agents fork from their parent's tokens, some side by side, and
+never return once they end. 24 sessions live at a time and share a system prompt. Between turns run tools, for
+seconds, some for minutes; one turn in ten waits for a user instead. The pool holds half of the tokens of the
+sessions that live at a time. By retention, a turn that calls a tool, or waits for a sub-agent, says `retain`
+seconds, and one that ends or asks a user says none: an agent knows which it does, and not how long it takes.
 
 The cache is the library's, without keys and values: each turn is allocated, extended, committed and freed
-before the next one comes, all of them in one `lax.scan`. A token of it stands for a block of 64.
+before the next one comes, all of them in one `lax.scan`. A token of it is a block of 64.
 
 In the second table a share of what each turn writes is reasoning, which the turns after it do not read. The
-answer behind it is stored as a chunk as the turn ends, at most 512 tokens of it, and takes blocks of the
-pool; the next turn computes a fifth of it, if it is still there. What predictions lose by that is measured
-with the small model: of 12 held-out files it reads 320 bytes, 160 of "reasoning" and an answer of 160, and
-then 160 more behind the first 320 and the answer, computed again or kept.
+answer after it is stored as a chunk as the turn ends; the next turn computes a fifth of it, if it is there.
 """
 
 from collections.abc import Iterator
@@ -39,7 +31,7 @@ import numpy as np
 
 import kvcache_jax as kv
 from experiments.common import command, corpus, timing
-from experiments.common.report import add_options, at_most, deliver, show_bars, show_provenance
+from experiments.common.report import add_options, at_most, deliver, framed
 from experiments.kept_answers import AGAIN, allowed_kl, quality
 from models import checkpoint
 
@@ -115,7 +107,7 @@ class _Text:
 
 def draw(
     num_sessions: int, tool_s: float, user_s: float, seed: int, reasoning: float = 0.0
-) -> tuple[list[Turn], dict[str, float]]:
+) -> tuple[list[Turn], dict[str, Any]]:
     """Draws the turns of all sessions in the order of their times, and tells what was drawn.
 
     The history drops `reasoning`, a share of what turns write.
@@ -139,23 +131,16 @@ def draw(
         else:
             text.grow(written)
             ids = text.ids
-        num_prompt = prompt_len // BLOCK
-        new_len = prompt_len - before
-        turns.append(
-            Turn(
-                *(at, text.name, is_retained, ids, text.num_shared),
-                *(num_prompt, prompt_len, written, new_len, text.answer, before_it),
-            )
-        )
+        of_text = at, text.name, is_retained, ids, text.num_shared, prompt_len // BLOCK
+        turns.append(Turn(*of_text, prompt_len, written, prompt_len - before, text.answer, before_it))
         return at + written / TOKENS_PER_S
 
     def wait(median: float) -> float:
         return float(rng.lognormal(np.log(median), SPREAD_S))
 
     def run_sub_agent(text: _Text, at: float) -> float:
-        num_turns = 1 + rng.poisson(SUB_TURNS - 1)
-        for i in range(num_turns):
-            is_last = i == num_turns - 1 or text.length > LONGEST - 4_000
+        for left in reversed(range(1 + rng.poisson(SUB_TURNS - 1))):
+            is_last = not left or text.length > LONGEST - 4_000
             at = take_turn(text, at, not is_last)
             if is_last:
                 break
@@ -177,9 +162,8 @@ def draw(
                 at += wait(user_s)
             elif not is_last and forks and (rng.random() < FORKS or (not num_forks and i == num_turns // 2)):
                 num_forks += 1
-                at = max(
-                    run_sub_agent(text.fork(next(names)), at) for _ in range(1 + rng.poisson(ABREAST - 1))
-                )
+                num_abreast = 1 + rng.poisson(ABREAST - 1)
+                at = max(run_sub_agent(text.fork(next(names)), at) for _ in range(num_abreast))
             else:
                 at += wait(tool_s)
             if is_last:
@@ -320,29 +304,27 @@ def study(
 ) -> dict[str, Any]:
     """Replays the same turns by all policies; `waits` are medians of seconds, for a tool and for a user."""
     turns, drawn = draw(num_sessions, *waits, seed)
-    num_blocks = half_the_conversations(turns)
-    records = [replay(turns, num_blocks, policy, retain) for policy in ("lru", "tail lru", "retention")]
-    bar = at_most("tokens computed by retention / by LRU", compare(records)[-1]["ratio"], MOST_RATIO)
-    found = {"drawn": drawn | {"num_blocks": num_blocks}, "records": records}
+    drawn["num_blocks"] = half_the_conversations(turns)
+    policies = ("lru", "tail lru", "retention")
+    records = [replay(turns, drawn["num_blocks"], policy, retain) for policy in policies]
     turns, _ = draw(num_sessions, *waits, seed, reasoning)
-    num_blocks = half_the_conversations(turns)
-    policies = ("lru", False), ("retention", False), ("retention", True)
-    dropped = [replay(turns, num_blocks, policy, retain, keeps) for policy, keeps in policies]
+    num_blocks, ways = (
+        half_the_conversations(turns),
+        (("lru", False), ("retention", False), ("retention", True)),
+    )
+    dropped = [replay(turns, num_blocks, policy, retain, keeps) for policy, keeps in ways]
+    for table in (records, dropped):
+        for record in table:
+            record["ratio"] = record["computed"] / table[0]["computed"]
     lost = quality(checkpoint.load(corpus.MODEL, dtype=jnp.float32))
     cost = "tokens computed of an answer behind dropped reasoning, kept / computed again"
     bars = [
-        bar,
-        at_most(cost, compare(dropped)[-1]["cost"], MOST_COST),
+        at_most("tokens computed by retention / by LRU", records[-1]["ratio"], MOST_RATIO),
+        at_most(cost, dropped[-1]["cost"], MOST_COST),
         at_most("KL of predictions behind kept answers, nats a byte", lost["kl"], allowed_kl()),
     ]
-    return found | {"reasoning": reasoning, "dropped": dropped, "quality": lost, "bars": bars}
-
-
-def compare(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Adds the ratio of tokens computed to the first record's."""
-    for record in records:
-        record["ratio"] = record["computed"] / records[0]["computed"]
-    return records
+    found = {"drawn": drawn, "records": records, "reasoning": reasoning, "dropped": dropped}
+    return found | {"quality": lost, "bars": bars}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -361,12 +343,11 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--reasoning is {options.reasoning}, expected less than 1")
     waits = options.tool, options.user
     found = study(options.sessions, waits, options.retain, options.seed, options.reasoning)
-    deliver(found, options, show)
-    return 0
+    return deliver(found, options, show)
 
 
+@framed
 def show(report: dict[str, Any]) -> None:
-    show_provenance(report)
     drawn = report["drawn"]
     print(
         f"{drawn['sessions']} sessions, {drawn['turns']:,} turns, {drawn['median_turns']:g} of a session in "
@@ -386,7 +367,6 @@ def show(report: dict[str, Any]) -> None:
     columns["an answer's tokens computed"] = "{cost:.1%}"
     title = f"the history drops {report['reasoning']:.0%} of what turns write, which is reasoning"
     timing.show_records(title, columns, report["dropped"])
-    show_bars(report)
 
 
 if __name__ == "__main__":

@@ -7,28 +7,17 @@ Answer:  re-rotated they are 0.005 to 0.006 nats a byte off full prefill, not ro
   fifth of each computed again leaves 59 to 69% of that, the half whose second layer is off most 27 to 31%.
   With the first fifth a prediction comes in 0.40 times prefill's time. Of 138 thousand bytes of requests
   about 40 files 33 are computed so, with a prefix cache 102.
-Record:  experiments/results/chunks.json, docs/chunks.png.
+Record:  experiments/results/chunks.json, docs/chunks.png; docs/measured.md tells what is compared.
 
-The small model, float32, reads prompts of four passages of 160 bytes and a question of 160, of twelve
-held-out files. "Same": the passages follow one another, and the question is what comes next. "Mixed": they
-are of several files, and the question repeats the start of the second one and goes on with it.
-
-Each passage is computed alone and stored (`store_chunk`), and put into a row (`compose`), where its keys are
-rotated to their new place. Then a share of the tokens behind the first passage is computed again (`rewrite`),
-those of the highest scores (`select_tokens`). Predictions of the question's bytes are compared with those
-behind full prefill: KL divergence.
-
-Selectors see what they would have: attention to what stood in front of a passage when it was met before, in
-an earlier prompt with the passages in the opposite order, behind one of another file; deviations in the
+Each passage is computed alone and stored, and composed into a row, where its keys are rotated to their new
+place. Then a share of the tokens after the first passage is computed again, the ones with the highest scores.
+Selectors see what they would have: attention to what was in front of a passage when it was met before, in
+an earlier prompt with the passages in the opposite order, after one of another file; deviations in the
 second layer, which cost the first layer of all tokens; places; chance. What the attention of this prompt's
 own full prefill would have said is printed beside them, and counts for no bar.
 
-Requests about source files go through `generate`, with a model that computes nothing: of 40 passages four are
-drawn for each, popular ones more often (Zipf), in random order. The prefix cache has room for all blocks of
-all prompts, or as much as the chunk cache. It also shares what ends inside a block.
-
 With --check the question is whether another checkpoint may be used so: its own prompts (see `check.py`) are
-compared with full prefill, by KL divergence and the best token. Exit status 1 says that a bar does not hold.
+compared with full prefill. Exit status 1 says that a bar does not hold.
 """
 
 import argparse
@@ -62,12 +51,10 @@ def main(arguments: list[str] | None = None) -> int:
         deliver(found, options, check.show)
         return int(not all(bar["holds"] for bar in found["bars"]))
     found = _studied(checkpoint.load(corpus.MODEL, dtype=jnp.float32))
-    deliver(found, options, report.show, report.draw)
-    return 0
+    return deliver(found, options, report.show, report.draw)
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of --check."""
     add, share = parser.add_argument, command.number(0, 1)
     add("--selector", default="first", metavar="NAME", help="of the tokens to compute again; default: first")
     add("--share", type=share, default=0.2, metavar="S", help="of each chunk's tokens; default: 0.2")
@@ -78,7 +65,6 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
 
 
 def _studied(decoder: Decoder) -> dict[str, Any]:
-    """Measures the small model."""
     prompts = read_prompts()
     texts = [quality.measure(quality.Study(decoder, of_text)) for of_text in prompts]
     requests = trace.make_requests()

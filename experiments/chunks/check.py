@@ -27,12 +27,7 @@ MOST_KL, LEAST_AGREEMENT, TOLERANCE = 0.01, 0.95, 1e-3
 
 
 class Prompt(NamedTuple):
-    """A prompt in tokens.
-
-    Attributes:
-      chunks: i32[length] each.
-      question: i32[length].
-    """
+    """A prompt in tokens: chunks i32[length] each, and a question."""
 
     chunks: list[np.ndarray]
     question: np.ndarray
@@ -49,11 +44,7 @@ class Prompt(NamedTuple):
 
 
 def read_prompts(path: Path, tokenizer: Tokenizer) -> list[Prompt]:
-    """Reads the prompts of a file.
-
-    Raises:
-      InputError: there is no such file, or a line is no prompt.
-    """
+    """Reads the prompts of a file; what is none is an InputError."""
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
@@ -92,13 +83,9 @@ class Gate:
         self.chunk_len = max(len(chunk) for prompt in prompts for chunk in prompt.chunks)
         self.question_len = max(len(prompt.question) for prompt in prompts)
         self.prompt_len = max(int(prompt.starts[-1]) for prompt in prompts)
-        self.empty = rows.empty_cache(
-            decoder,
-            max_seqs=1,
-            max_seq_len=self.prompt_len + self.question_len,
-            num_chunks=self.num_chunks,
-            max_chunk_len=self.chunk_len,
-        )
+        sizes = dict(num_chunks=self.num_chunks, max_chunk_len=self.chunk_len)
+        longest = self.prompt_len + self.question_len
+        self.empty = rows.empty_cache(decoder, max_seqs=1, max_seq_len=longest, **sizes)
 
     def compare(self, prompt: Prompt) -> dict[str, Any]:
         """Compares a prompt composed with the same prefilled."""
@@ -164,9 +151,7 @@ def _first_layer_off(full: kv.Cache, composed: kv.Cache, num_tokens: int) -> flo
 
     They depend on the token and its position alone: what is off is the rotation.
     """
-    right, found = (
-        np.asarray(kv.gather(cache, 0, 0)[0], np.float64)[:num_tokens] for cache in (full, composed)
-    )
+    right, found = (np.asarray(kv.gather(x, 0, 0)[0], np.float64)[:num_tokens] for x in (full, composed))
     return float(np.abs(found - right).max() / np.abs(right).max())
 
 
@@ -187,20 +172,15 @@ def measure(
 
     means = {way: {name: mean(way, name) for name in ("kl", "agreement")} for way in ("without", "with")}
     share = f"{reuse.selector}, {reuse.share:.0%} again"
-    return {
-        "selector": reuse.selector,
-        "share": reuse.share,
-        "prompts": records,
-        "means": means,
-        "bars": [
-            at_most(
-                "keys of the first layer off a prefill's", max(r["keys_off"] for r in records), TOLERANCE
-            ),
-            at_most("log-probabilities off, all again", max(r["off_when_all"] for r in records), TOLERANCE),
-            at_most(f"KL to full prefill, nats a token: {share}", means["with"]["kl"], most_kl),
-            at_least(f"same best token: {share}", means["with"]["agreement"], least_agreement),
-        ],
-    }
+    keys_off, off = (max(record[name] for record in records) for name in ("keys_off", "off_when_all"))
+    bars = [
+        at_most("keys of the first layer off a prefill's", keys_off, TOLERANCE),
+        at_most("log-probabilities off, all again", off, TOLERANCE),
+        at_most(f"KL to full prefill, nats a token: {share}", means["with"]["kl"], most_kl),
+        at_least(f"same best token: {share}", means["with"]["agreement"], least_agreement),
+    ]
+    said = {"selector": reuse.selector, "share": reuse.share}
+    return said | {"prompts": records, "means": means, "bars": bars}
 
 
 PROMPTS = {
@@ -215,7 +195,6 @@ PROMPTS = {
 
 
 def show(report: dict[str, Any]) -> None:
-    """Prints a report of `--check` as tables."""
     show_provenance(report)
     print(f"{report['model']}; {report['selector']}, {report['share']:.0%} of the tokens computed again")
     show_records("composed beside full prefill", PROMPTS, report["prompts"])

@@ -19,13 +19,9 @@ EARLIER, SEEN = "attention, of an earlier prompt", "attention, of this prompt"
 
 
 class Study:
-    """Prompts that were prefilled, and the same ones composed of passages that were computed alone.
+    """Prompts of one kind that were prefilled, and the same composed of passages that were computed alone.
 
-    Attributes:
-      prompts: Of one kind.
-      full: The rows prefilled.
-      composed: The rows composed.
-      exact: Log-probabilities f64[n, question_len, vocab_size] behind the prefilled ones.
+    `exact` are the log-probabilities f64[n, question_len, vocab_size] after the prefilled ones.
     """
 
     def __init__(self, decoder: Decoder, prompts: Prompts):
@@ -33,13 +29,9 @@ class Study:
         num_rows, num_chunks, chunk_len = prompts.chunks.shape
         num_tokens = self.tokens.shape[1]
         self.places = np.tile(np.arange(num_tokens, dtype=np.int32), (num_rows, 1))
-        self.empty = rows.empty_cache(
-            decoder,
-            max_seqs=num_rows,
-            max_seq_len=num_tokens + prompts.question.shape[1],
-            num_chunks=num_rows * num_chunks,
-            max_chunk_len=chunk_len,
-        )
+        sizes = dict(num_chunks=num_rows * num_chunks, max_chunk_len=chunk_len)
+        longest = num_tokens + prompts.question.shape[1]
+        self.empty = rows.empty_cache(decoder, max_seqs=num_rows, max_seq_len=longest, **sizes)
         self.full = self._prefilled(prompts.chunks)
         self.exact = self.log_p(self.full)
         lengths = np.full((num_rows, num_chunks), chunk_len)
@@ -112,10 +104,8 @@ def measure(study: Study) -> dict[str, Any]:
     records = []
 
     def add(selector: str, share: float, cache: kv.Cache) -> None:
-        each = study.kl(cache)
-        records.append(
-            {"selector": selector, "share": share, "kl": float(each.mean()), "of_each": each.tolist()}
-        )
+        each, way = study.kl(cache), {"selector": selector, "share": share}
+        records.append(way | {"kl": float(each.mean()), "of_each": each.tolist()})
 
     add(UNTURNED, 0.0, study.compose(None))
     add(NONE, 0.0, study.composed)

@@ -8,7 +8,7 @@ import numpy as np
 from experiments.chunks.quality import ALL, NONE, RANDOM, SEEN, SHARES, UNTURNED
 from experiments.chunks.times import FULL
 from experiments.common import log_axes
-from experiments.common.report import at_least, at_most, figure, show_bars, show_provenance
+from experiments.common.report import at_least, at_most, figure, framed
 from experiments.common.timing import ms_columns, show_records, show_table
 
 
@@ -37,7 +37,6 @@ def bars_of(texts: Sequence[dict[str, Any]], trace: Sequence[dict[str, Any]]) ->
 
 
 def _kl(text: dict[str, Any]) -> dict[str, dict[float, float]]:
-    """KL divergences of a text by selector and share."""
     found: dict[str, dict[float, float]] = {}
     for record in text["records"]:
         found.setdefault(record["selector"], {})[record["share"]] = record["kl"]
@@ -60,9 +59,8 @@ TRACE = {
 }
 
 
+@framed
 def show(report: dict[str, Any]) -> None:
-    """Prints a report, the object of `--json`, as tables."""
-    show_provenance(report)
     for text in report["texts"]:
         rows = [
             [name, *(f"{abs(of[share]):.4f}" if share in of else "" for share in (0.0, *SHARES, 1.0))]
@@ -74,12 +72,10 @@ def show(report: dict[str, Any]) -> None:
     most = report["trace"][0]["computed"]
     records = [{**record, "of_all": record["computed"] / most} for record in report["trace"]]
     show_records(f"{report['num_requests']} requests about {report['num_files']} files", TRACE, records)
-    show_bars(report)
 
 
 @figure((11, 8), 2, 2, grid=("both", "both", "both", "x"))
 def draw(report: dict[str, Any], *panels: Any) -> None:
-    """Four panels: KL by the share computed again for both texts, time, and the tokens of the requests."""
     *losses, times, tokens = panels
     for axes, text in zip(losses, report["texts"], strict=True):
         _draw_text(axes, text)
@@ -113,19 +109,13 @@ def _draw_times(axes: Any, records: Sequence[dict[str, Any]]) -> None:
     (full,) = (record["median_us"] / 1e3 for record in records if record["way"] == FULL)
     for i, way in enumerate(dict.fromkeys(record["way"] for record in records if record["way"] != FULL)):
         points = [record for record in records if record["way"] == way]
-        low, median, high = (
-            np.array([point[f"{key}_us"] / 1e3 for point in points]) for key in ("p10", "median", "p90")
-        )
-        spread = median - low, high - median
-        axes.errorbar(
+        times = [[point[f"{key}_us"] / 1e3 for key in ("p10", "median", "p90")] for point in points]
+        low, median, high = np.array(times).T
+        shares, style = (
             [point["share"] for point in points],
-            median,
-            spread,
-            marker="o",
-            markersize=4,
-            color=("C3", "C1")[i],
-            label=f"composed, {way}",
+            dict(marker="o", markersize=4, color=("C3", "C1")[i]),
         )
+        axes.errorbar(shares, median, (median - low, high - median), label=f"composed, {way}", **style)
     axes.axhline(full, color="black", linewidth=1, label=FULL)
     axes.set(xlabel="share computed again", title="until the first prediction, ms", ylim=(0, None))
     axes.legend(frameon=False, fontsize=8)

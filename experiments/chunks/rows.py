@@ -1,5 +1,6 @@
 """Rows that read passages, or are composed of them: the steps of `experiments.chunks`."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ from experiments.common import corpus
 from experiments.common.quality import read, started
 from experiments.decode_speed import dense_decoder
 from models.decoder import Decoder, cache_config, forward
+from models.rope import Rope
 
 NUM_FILES, NUM_CHUNKS, CHUNK_LEN = 12, 4, 160
 SAME, MIXED = "same", "mixed"
@@ -38,12 +40,10 @@ class Prompts(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """Prompts."""
         return len(self.chunks)
 
     @property
     def chunk_len(self) -> int:
-        """Tokens of a passage."""
         return self.chunks.shape[2]
 
     @property
@@ -83,32 +83,24 @@ Rotate = Callable[[jax.Array, jax.Array], jax.Array]
 
 def rotations_of(decoder: Decoder, max_distance: int) -> tuple[Rotate, ...]:
     """Makes the rotations of each layer's keys by up to `max_distance` positions, equal ones once."""
-    ropes = decoder.config.layer_ropes
-    made = {
-        rope: kv.chunks.key_rotation(
-            rope.frequencies(decoder.config.rope_dim), max_distance, is_interleaved=rope.is_interleaved
-        )
-        for rope in dict.fromkeys(ropes)
-        if rope is not None
-    }
-    return tuple(made[rope] for rope in ropes if rope is not None)
+
+    @functools.cache
+    def rotation(rope: Rope) -> Rotate:
+        frequencies = rope.frequencies(decoder.config.rope_dim)
+        return kv.chunks.key_rotation(frequencies, max_distance, is_interleaved=rope.is_interleaved)
+
+    return tuple(rotation(rope) for rope in decoder.config.layer_ropes if rope is not None)
 
 
 def empty_cache(
     decoder: Decoder, *, max_seqs: int, max_seq_len: int, num_chunks: int, max_chunk_len: int
 ) -> kv.Cache:
     """Makes a cache whose rows and chunks all fit."""
-    blocks_of_row = -(-max_seq_len // BLOCK_SIZE)
-    blocks_of_chunk = -(-max_chunk_len // BLOCK_SIZE) + 1
-    config = cache_config(
-        decoder.config,
-        max_seqs=max_seqs,
-        max_seq_len=max_seq_len,
-        num_blocks=max_seqs * blocks_of_row + num_chunks * blocks_of_chunk,
-        block_size=BLOCK_SIZE,
-        extras=[kv.chunks.Store(num_chunks, max_chunk_len)],
-    )
-    return kv.init(config)
+    blocks_of_row, blocks_of_chunk = -(-max_seq_len // BLOCK_SIZE), -(-max_chunk_len // BLOCK_SIZE) + 1
+    num_blocks = max_seqs * blocks_of_row + num_chunks * blocks_of_chunk
+    sizes = dict(max_seqs=max_seqs, max_seq_len=max_seq_len, num_blocks=num_blocks, block_size=BLOCK_SIZE)
+    store = kv.chunks.Store(num_chunks, max_chunk_len)
+    return kv.init(cache_config(decoder.config, **sizes, extras=[store]))
 
 
 def repaired(decoder: Decoder, cache: kv.Cache, tokens: np.ndarray, places: np.ndarray) -> kv.Cache:
@@ -143,16 +135,9 @@ _compose = jax.jit(kv.chunks.compose, static_argnames="rotate")
 def stored(
     decoder: Decoder, cache: kv.Cache, passages: np.ndarray, lengths: np.ndarray
 ) -> tuple[kv.Cache, np.ndarray]:
-    """Computes passages, each alone, and stores them.
+    """Computes passages i32[n, K, T] of `lengths` i32[n, K], each alone, and stores them.
 
-    Args:
-      decoder: The model.
-      cache: Of n idle rows, which are idle again afterwards.
-      passages: i32[n, K, T], padded at the end.
-      lengths: i32[n, K], their tokens.
-
-    Returns:
-      The cache and the ids i32[n, K].
+    The cache has n idle rows, which are idle again afterwards. Returns it, and the ids i32[n, K].
     """
     ids, each = [], np.arange(cache.max_seqs)
     for tokens, num in zip(passages.swapaxes(0, 1), lengths.T, strict=True):
@@ -178,16 +163,10 @@ def composed(
 
 @jax.jit
 def inter_attention(decoder: Decoder, cache: kv.Cache, tokens: jax.Array, places: jax.Array) -> jax.Array:
-    """Computes what tokens give to all that stands in front of their passage, mean of heads and layers.
+    """Computes what tokens give to all that is in front of their passage, mean of heads and layers.
 
-    Args:
-      decoder: With the options that `dense_decoder` has.
-      cache: Rows that were prefilled; they do not change.
-      tokens: i32[n, T], a passage of each row.
-      places: i32[n, T], its places.
-
-    Returns:
-      f32[n, max_seq_len], 0 but at the places.
+    The rows were prefilled, and do not change; tokens i32[n, T] are a passage of each. Returns
+    f32[n, max_seq_len], 0 but at the places.
     """
     cache, step = kv.rewrite(cache, jnp.arange(len(places)), places)
     starts, lengths = places[:, :1], jnp.full((len(places), 1), places.shape[1])
@@ -209,13 +188,7 @@ def deviations(
     """Computes how far stored keys and values of the second layer are from new ones, f32[n, max_seq_len].
 
     Those of the first layer depend on the token and its position alone, and so are right in composed rows;
-    new ones of the second need the first layer of all tokens.
-
-    Args:
-      decoder: With the options that `dense_decoder` has.
-      cache: Rows that were composed; they do not change.
-      tokens: i32[n, S], all tokens of the rows.
-      places: i32[n, S], their places.
+    new ones of the second need the first layer of all tokens i32[n, S]. The rows do not change.
     """
     cache, step = kv.rewrite(cache, jnp.arange(len(places)), places)
     found = []

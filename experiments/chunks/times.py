@@ -61,24 +61,17 @@ def _ended(decoder: Decoder, cache: kv.Cache, tokens: jax.Array) -> tuple[kv.Cac
 def measure(decoder: Decoder, prompts: Prompts, num_rounds: int = NUM_ROUNDS) -> list[dict[str, Any]]:
     """Times the first prompt's ways in turns; compilation is in the first call, which is told apart."""
     tokens, question, starts = prompts.tokens[:1], prompts.question[:1, :ASKED], prompts.starts[:1]
-    cache = rows.empty_cache(
-        decoder,
-        max_seqs=1,
-        max_seq_len=tokens.shape[1] + question.shape[1],
-        num_chunks=starts.shape[1],
-        max_chunk_len=prompts.chunk_len,
-    )
+    whole = np.concatenate([tokens, question], axis=1)
+    sizes = dict(num_chunks=starts.shape[1], max_chunk_len=prompts.chunk_len)
+    cache = rows.empty_cache(decoder, max_seqs=1, max_seq_len=whole.shape[1], **sizes)
     lengths = np.full_like(starts, prompts.chunk_len)
     cache, chunk_ids = rows.stored(decoder, cache, prompts.chunks[:1], lengths)
     rotate = rows.rotations_of(decoder, tokens.shape[1])
-    placed = dict(tokens=tokens, question=question, chunk_ids=chunk_ids, starts=starts)
-    whole = np.concatenate([tokens, question], axis=1)
+    placed = dict(tokens=tokens, question=question, chunk_ids=chunk_ids, starts=starts, rotate=rotate)
     ways: dict[tuple[str, float], Any] = {(FULL, 1.0): functools.partial(_prefill, tokens=whole)}
     for selector, share in [*((FIRST, share) for share in SHARES), (DEVIATION, 0.2)]:
         num = round(share * (tokens.shape[1] - prompts.chunk_len))
-        ways[selector, share] = functools.partial(
-            _compose, selector=selector, num=num, rotate=rotate, **placed
-        )
+        ways[selector, share] = functools.partial(_compose, selector=selector, num=num, **placed)
     seconds: dict[tuple[str, float], list[float]] = {way: [] for way in ways}
     for _ in range(1 + num_rounds):
         for way, run in ways.items():
@@ -88,12 +81,8 @@ def measure(decoder: Decoder, prompts: Prompts, num_rounds: int = NUM_ROUNDS) ->
             seconds[way].append(time.perf_counter() - start)
             if not is_right:  # a row that failed must not look fast
                 raise RuntimeError(f"{way}: the logits are not finite")
-    full = seconds[FULL, 1.0]
-    records = []
-    for (way, share), times in seconds.items():
-        of_full = timing.ratios(times[1:], full[1:])
-        summary = timing.summary(times[1:])
-        records.append(
-            {"way": way, "share": share, "first_call_s": times[0], "times_full": of_full, **summary}
-        )
+    full, records = seconds[FULL, 1.0], []
+    for (way, share), (first, *times) in seconds.items():
+        record = {"way": way, "share": share, "first_call_s": first}
+        records.append(record | {"times_full": timing.ratios(times, full[1:]), **timing.summary(times)})
     return records

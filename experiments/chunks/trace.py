@@ -16,22 +16,15 @@ BLOCK_SIZE, _VOCAB = 16, 256
 
 
 class Request(NamedTuple):
-    """A prompt: passages, and a question behind them.
-
-    Attributes:
-      prompt: Tokens.
-      spans: The passages.
-    """
+    """A prompt: tokens of passages at the spans, and a question after them."""
 
     prompt: list[int]
     spans: list[tuple[int, int]]
 
 
-def make_requests(
-    num_requests: int = NUM_REQUESTS, num_files: int = NUM_FILES, seed: int = 0
-) -> list[Request]:
+def make_requests(num_requests: int = NUM_REQUESTS, num_files: int = NUM_FILES) -> list[Request]:
     """Draws requests: four passages each, more often of the files that come first (Zipf), in random order."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     names = corpus.training_files()
     names = [names[i] for i in np.linspace(0, len(names) - 1, num_files).astype(int)]
     passages = [
@@ -60,19 +53,16 @@ def measure(requests: list[Request]) -> list[dict[str, Any]]:
     of_rows = 2 * _num_blocks(max_seq_len)
     of_prompts = of_rows + sum(_num_blocks(len(request.prompt)) for request in requests)
     of_chunks = of_rows + store.num_chunks * _num_blocks(store.max_chunk_len)
-    spans = [request.spans for request in requests]
-    reuse = [kv.chunks.Reuse(rotate=None, selector="first", share=share) for share in SHARES]
-    prompts = [request.prompt for request in requests]
-    sides = [
-        ("prefix cache, memory for all", None, of_prompts, {}, prompts),
-        ("prefix cache, as much memory", None, of_chunks, {}, prompts),
-        *(
-            ("chunk cache", x.share, of_chunks, dict(extras=[store]), kv.chunks.Prompts(prompts, spans, x))
-            for x in reuse
-        ),
+    prompts, spans = [request.prompt for request in requests], [request.spans for request in requests]
+    sides: list[Any] = [
+        ("prefix cache, memory for all", None, of_prompts, [], prompts),
+        ("prefix cache, as much memory", None, of_chunks, [], prompts),
     ]
+    for share in SHARES:
+        reuse = kv.chunks.Reuse(rotate=None, selector="first", share=share)
+        sides.append(("chunk cache", share, of_chunks, [store], kv.chunks.Prompts(prompts, spans, reuse)))
     records = [{"side": "no cache", "share": None, "computed": sum(map(len, prompts)), "blocks": 0}]
-    for side, share, num_blocks, sizes, made_of in sides:
+    for side, share, num_blocks, extras, made_of in sides:
         config = kv.CacheConfig(
             [kv.FullAttention(1, 1)],
             num_blocks=num_blocks,
@@ -81,11 +71,10 @@ def measure(requests: list[Request]) -> list[dict[str, Any]]:
             max_seq_len=max_seq_len,
             enable_prefix_caching=True,
             partial_hits=True,
-            **sizes,
+            extras=extras,
         )
-        found = kv.generate(_no_model, None, made_of, config, max_new_tokens=1)
-        record = {"side": side, "share": share, "computed": found.num_prompt_tokens, "blocks": num_blocks}
-        records.append(record)
+        num = kv.generate(_no_model, None, made_of, config, max_new_tokens=1).num_prompt_tokens
+        records.append({"side": side, "share": share, "computed": num, "blocks": num_blocks})
     return records
 
 

@@ -1,7 +1,5 @@
 """Agents' turns through the cache: what is drawn, and what a policy computes of it."""
 
-import json
-
 import numpy as np
 import pytest
 
@@ -19,10 +17,9 @@ def test_turns_are_drawn_to_the_published_figures():
 
 
 @pytest.mark.slow
-def test_the_command_counts_what_is_computed(capsys):
+def test_the_command_counts_what_is_computed(capsys, report_of):
     arguments = ["--sessions", "8", "--retain", "60"]
-    assert agents.main([*arguments, "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
+    report = report_of(agents, *arguments)
     assert [record["policy"] for record in report["records"]] == ["lru", "tail lru", "retention"]
     assert all(record["computed"] > 0 and record["hit_rate"] < 1 for record in report["records"])
     assert agents.main(arguments) == 0

@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,17 +22,11 @@ from tests.experiments import tiny
 TINY = tiny.config(use_qk_norm=False)
 
 
-@pytest.fixture(scope="module")
-def decoder():
-    return Decoder(TINY, rngs=nnx.Rngs(0))
-
-
-def test_the_command_reports_what_it_measured(monkeypatch, capsys):
-    record = json.loads((Path(corpus.__file__).parents[1] / "results" / "chunks.json").read_text())
+def test_the_command_reports_what_it_measured(monkeypatch, report_of, recorded):
+    record = recorded("chunks")
     monkeypatch.setattr(chunks, "_studied", lambda decoder: record)
     monkeypatch.setattr(checkpoint, "load", lambda *_, **__: None)
-    assert chunks.main(["--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["bars"] == record["bars"]
+    assert report_of(chunks)["bars"] == record["bars"]
 
 
 def test_prompts_are_passages_of_held_out_files():
@@ -182,12 +175,11 @@ PROMPT = {"chunks": ["def f(x):\n", "    return x + 1\n", "def f(x):\n"], "quest
 
 
 @pytest.mark.slow
-def test_the_gate_passes_and_fails(folder, tmp_path, capsys, monkeypatch):
+def test_the_gate_passes_and_fails(folder, tmp_path, capsys, report_of, monkeypatch):
     """Prompts of different lengths, one with a passage twice; then with a rotation that is wrong."""
     path = prompts_file(tmp_path, PROMPT, {"chunks": ["import os, sys\n"], "question": "os"})
     arguments = ["--check", str(folder), str(path)]
-    assert chunks.main([*arguments, "--json", "--least-agreement", "0"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = report_of(chunks, *arguments, "--least-agreement", "0")
     assert [bar["holds"] for bar in found["bars"]] == [True] * 4
     one, two = found["prompts"]
     assert (one["tokens"], one["question"], one["again"]) == (37, 11, 4 + 2)
@@ -201,8 +193,7 @@ def test_the_gate_passes_and_fails(folder, tmp_path, capsys, monkeypatch):
     other = DecoderConfig(**{**vars(TINY), "rope": Rope(theta=900.0)})
     rotations = rows.rotations_of(Decoder(other, rngs=nnx.Rngs(0)), 37)
     monkeypatch.setattr(rows, "rotations_of", lambda *_: rotations)
-    assert chunks.main([*arguments, "--json", "--most-kl", "9", "--least-agreement", "0"]) == 1
-    found = json.loads(capsys.readouterr().out)
+    found = report_of(chunks, *arguments, "--most-kl", "9", "--least-agreement", "0", code=1)
     assert [bar["holds"] for bar in found["bars"]] == [False, True, True, True]
 
 
@@ -223,19 +214,16 @@ def test_prompts_that_are_none_are_refused(line, said, tmp_path):
         check.read_prompts(prompts_file(tmp_path, line), ByteTokenizer())
 
 
-def test_what_cannot_be_checked_is_one_sentence(tmp_path, capsys):
+def test_what_cannot_be_checked_is_one_sentence(tmp_path, refusal):
     folder, path = corpus.MODEL, prompts_file(tmp_path, PROMPT)
     for arguments, said in [
-        (["--check", str(folder), str(tmp_path / "none")], "expected lines of JSON"),
-        (["--check", str(tmp_path), str(path)], "config.json"),
-        (["--check", str(folder), str(path), "--selector", "attention"], "which needs attention"),
-        (["--check", str(folder), str(path), "--selector", "best"], "selector is 'best', expected one of"),
-        (["--check", str(folder), str(path), "--picture", str(tmp_path / "a.png")], "a check has no figure"),
+        ([folder, tmp_path / "none"], "expected lines of JSON"),
+        ([tmp_path, path], "config.json"),
+        ([folder, path, "--selector", "attention"], "which needs attention"),
+        ([folder, path, "--selector", "best"], "selector is 'best', expected one of"),
+        ([folder, path, "--picture", tmp_path / "a.png"], "a check has no figure"),
     ]:
-        with pytest.raises(SystemExit) as stopped:
-            chunks.main(arguments)
-        error = capsys.readouterr().err
-        assert stopped.value.code == 2 and said in error and len(error.splitlines()) == 1
+        assert said in refusal(chunks, "--check", *arguments)
 
 
 def test_what_a_tokeniser_puts_in_front_stands_once():
