@@ -57,20 +57,15 @@ class Job:
 
 @dataclasses.dataclass
 class Outcome:
-    """What came of it; continuations per prompt, in order."""
+    """What came of it."""
 
-    continuations: Sequence[Sequence[kv.decoding.Generation]]
     result: kv.decoding.GenerateResult
     check_ins: list[kv.decoding.Snapshot]
     warm_up_seconds: float
 
 
 def prepare(options: argparse.Namespace) -> Job:
-    """Reads everything and checks that it fits.
-
-    Raises:
-      InputError, CheckpointError: with a sentence for the user.
-    """
+    """Reads everything and checks that it fits; what does not is an InputError or a CheckpointError."""
     decode_options.check(options)
     prompts = decode_options.read_prompts(options)
     if not os.path.exists(options.checkpoint):  # `Path.exists` raises where the name is too long
@@ -169,7 +164,6 @@ def generate(
 
 
 def decode(job: Job, view: decode_view.View) -> Outcome:
-    """Warms up, then decodes; `view` is told meanwhile."""
     check_ins: list[kv.decoding.Snapshot] = []
 
     def note(check_in: kv.decoding.Snapshot) -> None:
@@ -179,18 +173,17 @@ def decode(job: Job, view: decode_view.View) -> Outcome:
     with view:
         seconds = warm_up(job)
         result = generate(job, job.tokens, job.options.max_new, kv.decoding.Watch(view.on_tokens, note, 8))
-    per_prompt = [[g for g in result.generations if g.prompt_id == i] for i in range(len(job.prompts))]
-    return Outcome(per_prompt, result, check_ins, seconds)
+    return Outcome(result, check_ins, seconds)
 
 
 def figures(job: Job, outcome: Outcome) -> dict[str, float]:
     """The numbers of the table; times are seconds, sizes bytes."""
     result, stats = outcome.result, kv.stats(outcome.result.cache)
-    lengths = [len(c.tokens) for samples in outcome.continuations for c in samples]
+    lengths = [len(generation.tokens) for generation in result.generations]
     # The first token of each is drawn in the prefill.
     num_decoded = sum(max(length - 1, 0) for length in lengths)
     pools, groups = result.cache.control.block_pools, job.config.groups
-    device = jax.local_devices()[0].memory_stats() or {}
+    device, unit = jax.local_devices()[0].memory_stats() or {}, 1 if sys.platform == "darwin" else 1024
     drafts = {"num_drafted": result.num_drafted, "num_accepted": result.num_accepted}
     return {
         "warm_up_seconds": outcome.warm_up_seconds,
@@ -208,25 +201,17 @@ def figures(job: Job, outcome: Outcome) -> dict[str, float]:
         "num_copies": int(stats.num_copies),
         "peak_blocks_used": int(stats.peak_used),
         "num_blocks_total": int(stats.num_blocks_total),
-        "peak_blocks_saved": max(
-            check_in.num_refs - check_in.num_blocks_used for check_in in result.timeline
-        ),
+        "peak_blocks_saved": max(each.num_refs - each.num_blocks_used for each in result.timeline),
         "peak_cache_bytes": sum(
             int(pool.peak_used) * group.block_bytes for pool, group in zip(pools, groups, strict=True)
         ),
         "cache_bytes": kv.memory_bytes(job.config),
-        "peak_process_bytes": _peak_process_bytes(),
+        "peak_process_bytes": unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         **({"peak_device_bytes": device["peak_bytes_in_use"]} if "peak_bytes_in_use" in device else {}),
     }
 
 
-def _peak_process_bytes() -> int:
-    unit = 1 if sys.platform == "darwin" else 1024
-    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
 def settings(job: Job) -> dict[str, Any]:
-    """What the run depends on."""
     options, device = job.options, jax.local_devices()[0]
     names = "max_new stop samples speculative greedy temperature top_k top_p seed block_size"
     return {
@@ -243,15 +228,14 @@ def settings(job: Job) -> dict[str, Any]:
 
 
 def report(job: Job, outcome: Outcome) -> dict[str, Any]:
-    """The object that --json prints."""
-    prompts = []
-    for prompt, tokens, found in zip(job.prompts, job.tokens, outcome.continuations, strict=True):
-        samples = []
-        for c in found:
-            logprobs = [value if math.isfinite(value) else None for value in c.logprobs]
-            sample = {"tokens": c.tokens, "text": job.text(c.tokens), "logprobs": logprobs}
-            samples.append(sample | {"finish_reason": c.finish_reason})
-        prompts.append({"prompt": prompt, "num_prompt_tokens": len(tokens), "samples": samples})
+    prompts = [
+        {"prompt": prompt, "num_prompt_tokens": len(tokens), "samples": []}
+        for prompt, tokens in zip(job.prompts, job.tokens, strict=True)
+    ]
+    for c in outcome.result.generations:
+        logprobs = [value if math.isfinite(value) else None for value in c.logprobs]
+        sample = {"tokens": c.tokens, "text": job.text(c.tokens), "logprobs": logprobs}
+        prompts[c.prompt_id]["samples"].append(sample | {"finish_reason": c.finish_reason})
     return {"prompts": prompts, "figures": figures(job, outcome), "settings": settings(job)}
 
 
@@ -287,7 +271,7 @@ def main(arguments: list[str] | None = None) -> int:
     else:
         decode_view.show_figures(figures(job, outcome), color)
         print(decode_view.timeline_text(outcome.check_ins, job.config, color))
-    reasons = [c.finish_reason for samples in outcome.continuations for c in samples]
+    reasons = [generation.finish_reason for generation in outcome.result.generations]
     if "nan_logits" in reasons:
         parser.fail(
             f"{reasons.count('nan_logits')} of {len(reasons)} continuations ended at logits that are NaN or "

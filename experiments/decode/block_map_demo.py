@@ -124,8 +124,6 @@ def show_stats(cache: kv.Cache) -> None:
 
 
 def run(color: bool) -> int:
-    """Plays the steps; the exit code of the command."""
-
     def bold(text: str) -> str:
         return f"\x1b[1m{text}\x1b[0m" if color else text
 

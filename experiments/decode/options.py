@@ -81,8 +81,7 @@ def check(options: argparse.Namespace) -> None:
     """Refuses options that contradict each other, and fills in those that follow from others."""
     drawing = ("temperature", "top_k", "top_p")
     if options.map:
-        others = ("samples", "speculative", "checkpoint", *drawing)
-        _refuse(options, "--map", *others)
+        _refuse(options, "--map", "samples", "speculative", "checkpoint", *drawing)
         if options.prompts or options.file or options.json:
             raise InputError("got --map with prompts or --json, expected only one of them")
     if options.greedy:
@@ -106,9 +105,6 @@ def _refuse(options: argparse.Namespace, option: str, *others: str) -> None:
     given = [f"--{name.replace('_', '-')}" for name in others if getattr(options, name) not in (None, [])]
     if given:
         raise InputError(f"got {option} with {', '.join(given)}, expected only one of them")
-
-
-# --- prompts ---
 
 
 def read_prompts(options: argparse.Namespace) -> list[str]:
@@ -141,11 +137,7 @@ def _lines(data: bytes, name: str) -> list[str]:
 
 
 def encode(prompts: Sequence[str], tokenizer: Tokenizer, config: DecoderConfig) -> list[list[int]]:
-    """Tokens of the prompts.
-
-    Raises:
-      InputError: a prompt is empty, no Unicode, or longer than the model's context.
-    """
+    """Tokens of the prompts."""
     encoded = []
     for i, prompt in enumerate(prompts):
         try:
@@ -162,9 +154,6 @@ def encode(prompts: Sequence[str], tokenizer: Tokenizer, config: DecoderConfig) 
             )
         encoded.append(tokens)
     return encoded
-
-
-# --- sizes ---
 
 
 SIZES = "--samples, --rows, --num-blocks or --max-new"

@@ -12,7 +12,6 @@ import numpy as np
 import kvcache_jax as kv
 from kvcache_jax.core.config import format_bytes
 from kvcache_jax.inspect.block_view import is_bright, row_color, row_glyph
-from kvcache_jax.layers.layer_group import LayerGroup
 from models.tokenizer import TextStream, Tokenizer
 
 MAX_CHECK_INS, MAX_BLOCKS = 20, 100
@@ -51,16 +50,14 @@ def _style(owner: int) -> str:
 def timeline_text(timeline: Sequence[kv.decoding.Snapshot], config: kv.CacheConfig, color: bool) -> str:
     """One line per check-in, each layer group by itself; what is too long is cut, and the text says so."""
     chosen = sorted({round(i) for i in np.linspace(0, len(timeline) - 1, MAX_CHECK_INS)})
-    width = (
-        min(MAX_BLOCKS, shutil.get_terminal_size((120, 24)).columns - 13)
-        if sys.stdout.isatty()
-        else MAX_BLOCKS
-    )
-    width = max(width, 20)
+    width = MAX_BLOCKS
+    if sys.stdout.isatty():
+        width = max(min(width, shutil.get_terminal_size((120, 24)).columns - 13), 20)
     lines = []
     for group_id, group in enumerate(config.groups):
-        lines += ["", f"Blocks over time, {_title(group)}"]
-        lines.append(f"{'step':>6} {'used':>5} ")
+        layers = f"{group.kind.label} x {group.num_layers} layer{'s' * (group.num_layers > 1)}"
+        blocks = f"{group.num_blocks:,} blocks of {group.block_size} tokens"
+        lines += ["", f"Blocks over time, {layers}: {blocks}", f"{'step':>6} {'used':>5} "]
         for check_in in (timeline[i] for i in chosen):
             table = check_in.block_tables[group_id]
             num_used = int((owners(table, group.num_blocks) != _FREE).sum())
@@ -72,13 +69,6 @@ def timeline_text(timeline: Sequence[kv.decoding.Snapshot], config: kv.CacheConf
         lines.append(f"{len(chosen)} of {len(timeline)} check-ins are shown.")
     lines.append("0 held by row 0   # shared by rows   . free")
     return "\n".join(lines)
-
-
-def _title(group: LayerGroup) -> str:
-    return (
-        f"{group.kind.label} x {group.num_layers} layer{'s' * (group.num_layers > 1)}: "
-        f"{group.num_blocks:,} blocks of {group.block_size} tokens"
-    )
 
 
 _PROMPT_LINES = 8  # of a prompt's end
@@ -113,13 +103,7 @@ class View:
 
 
 class TextView(View):
-    """Prints each continuation when it ends, a lone one as it comes.
-
-    Args:
-      heading: Goes before everything.
-      prompts: Text and number of tokens of each.
-      num_samples: Continuations of each.
-    """
+    """Prints each continuation when it ends, a lone one as it comes; `prompts` are texts and lengths."""
 
     def __init__(
         self,
@@ -154,18 +138,18 @@ class TextView(View):
         for generation in check_in.ended:
             key = generation.prompt_id, generation.sample_id
             self._add(key, self.streams[key].finish())
+            num_tokens, reason = len(generation.tokens), generation.finish_reason.replace("_", " ")
+            why = f"{reason} after {num_tokens} token{'s' * (num_tokens != 1)}"
             if self.is_lone:
-                print(self._paint(f"\n[{_why(generation)}]", "2"))
+                print(self._paint(f"\n[{why}]", "2"))
             else:
-                self._show_end(key, f"sample {key[1]}, {_why(generation)}", self.texts[key])
+                head = self._paint(f"prompt {key[0]}, sample {key[1]}, {why}", "1")
+                print(f"{head}\n{_indent(self.texts[key])}", flush=True)
 
     def _add(self, key: tuple[int, int], text: str) -> None:
         self.texts[key] += visible(text)
         if self.is_lone:
             print(visible(text), end="", flush=True)
-
-    def _show_end(self, key: tuple[int, int], what: str, text: str) -> None:
-        print(self._paint(f"prompt {key[0]}, {what}", "1") + f"\n{_indent(text)}", flush=True)
 
     def _paint(self, text: str, style: str) -> str:
         return paint(text, style) if self.color else text
@@ -225,12 +209,6 @@ def make_view(*args: Any, num_blocks: int) -> View:
     return TextView(*args)
 
 
-def _why(continuation: kv.decoding.Generation) -> str:
-    num_tokens = len(continuation.tokens)
-    reason = continuation.finish_reason.replace("_", " ")
-    return f"{reason} after {num_tokens} token{'s' * (num_tokens != 1)}"
-
-
 def _indent(text: str) -> str:
     return "\n".join(f"  | {line}" for line in text.rstrip("\n").split("\n"))
 
@@ -242,8 +220,7 @@ def paint(text: str, style: str) -> str:
 
 def show_figures(figures: dict[str, float], color: bool) -> None:
     """Prints the table, in words."""
-    f = figures
-    saved, num_forks, num_copies = (int(f[name]) for name in ("peak_blocks_saved", "num_forks", "num_copies"))
+    f, size = figures, {name: format_bytes(int(num)) for name, num in figures.items() if "_bytes" in name}
     lines = {
         "prefill": f"{f['prefill_tokens_per_second']:,.0f} tokens/s: "
         f"{f['num_prompt_tokens']:,} in {f['prefill_seconds']:.2f} s",
@@ -251,21 +228,19 @@ def show_figures(figures: dict[str, float], color: bool) -> None:
         f"{f['num_decoded_tokens']:,} in {f['decode_seconds']:.2f} s, {f['num_steps']:,} steps",
         "compilation": f"{f['warm_up_seconds']:.1f} s, in a warm-up before",
         "blocks used": f"{f['peak_blocks_used']:,} of {f['num_blocks_total']:,} at the peak",
-        "saved by sharing": f"{saved:,} blocks at the peak, by {num_forks:,} forks",
-        "copies on write": f"{num_copies:,} blocks",
+        "saved by sharing": f"{f['peak_blocks_saved']:,} blocks at the peak, by {f['num_forks']:,} forks",
+        "copies on write": f"{f['num_copies']:,} blocks",
     }
-    if num_cached := int(f["num_cached_tokens"]):
-        num_tokens = num_cached + int(f["num_prompt_tokens"])
+    if num_cached := f["num_cached_tokens"]:
+        num_tokens = num_cached + f["num_prompt_tokens"]
         lines["prefix cache"] = f"{num_cached:,} of {num_tokens:,} prompt tokens were there already"
     if "num_drafted" in f:
         share = f["num_accepted"] / f["num_drafted"] if f["num_drafted"] else 0.0
         lines["drafts"] = f"{f['num_accepted']:,} of {f['num_drafted']:,} tokens accepted ({share:.0%})"
-    lines["cache memory"] = (
-        f"{format_bytes(int(f['peak_cache_bytes']))} of {format_bytes(int(f['cache_bytes']))} at the peak"
-    )
-    lines["process memory"] = f"{format_bytes(int(f['peak_process_bytes']))} at the peak"
-    if "peak_device_bytes" in f:
-        lines["device memory"] = f"{format_bytes(int(f['peak_device_bytes']))} at the peak"
+    lines["cache memory"] = f"{size['peak_cache_bytes']} of {size['cache_bytes']} at the peak"
+    for what in ("process", "device"):
+        if f"peak_{what}_bytes" in size:
+            lines[f"{what} memory"] = f"{size[f'peak_{what}_bytes']} at the peak"
     print()
     for name, value in lines.items():
         label = f"{name:<18}"
