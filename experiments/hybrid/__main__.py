@@ -6,20 +6,11 @@ Answer:  one where prompts part, and the last one of an answer; the last one of 
   again. Of the tokens that a snapshot at every block saves, junctions alone save 98.4% of few-shot prompts'
   with 0.2% of the bytes; junctions and answers' ends 99.1% of chats' with 9.8%. In a pool of 20 points every
   block saves 12% of the tokens, junctions and ends 71%, as in any pool.
-Record:  experiments/results/hybrid.json, docs/hybrid.png.
+Record:  experiments/results/hybrid.json, docs/hybrid.png; docs/measured.md tells of the workloads.
 
-A hybrid of four `GatedDeltaNet` and two full layers, random weights and tiny widths, serves requests one
-after the other, by policy of `CacheConfig(snapshots=)`: 64 few-shot prompts of one prefix with answers of 8
-tokens, six chats of six turns, and prompts that share a system prompt and one of eight subjects. Prompts and
-answers are random tokens. With the pool that holds all snapshots, the model runs: what it predicts after each
-token of a few-shot prompt or a chat that a policy computes is compared with what it predicts uncached. Pools
-of few points serve the same requests on tables alone, without storage: what is found depends on tokens alone.
-Bytes of snapshots are the published points', of this model and of Qwen3-Next: 36 layers of 2 MiB + 48 KiB.
-
-Bytes of a decode step are counted from the traced program of one layer of Qwen3-Next, one row, W = 16,
-bfloat16 (states in float32): what gathers read from the pools and scatters write to them; the fold of a full
-block, which comes every W tokens, by 1 / W. States are the matrices and what tokens change of them (k, u, g);
-inputs of the convolution stand apart.
+With the pool that holds all snapshots, a model of random weights runs: what it predicts after each token of a
+few-shot prompt or a chat that a policy computes is compared with what it predicts uncached. Pools of few
+points serve the same requests on tables alone, without storage: what is found depends on tokens alone.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,38 +20,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments.common import command
-from experiments.common.report import (
-    add_options,
-    at_least,
-    at_most,
-    deliver,
-    figure,
-    show_bars,
-    show_provenance,
-)
+from experiments.common.report import add_options, at_least, at_most, deliver, figure, framed
 from experiments.common.timing import show_records
 from experiments.hybrid import bytes_moved, tables
-from experiments.hybrid.tables import (
-    ANSWERS,
-    BLOCK_SIZE,
-    DEFAULT,
-    DENSE,
-    ENDS,
-    JUNCTIONS,
-    NONE,
-    POLICIES,
-    SAVED,
-    SCARCE,
-    Params,
-    Request,
-    Served,
-    Writer,
-    config_of,
-    random_params,
-    serve,
-)
+from experiments.hybrid.tables import BLOCK_SIZE, DEFAULT, JUNCTIONS, POLICIES, SAVED, SCARCE, Request, Served
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
+PREFIXES, OTHERS_BLOCK = (17, 64, 500, 2000), 528
+FEW_SHOT, CHATS, TWO_LEVELS = "few-shot", "chats", "two levels"
+FEW_POINTS, LEAST_POINTS = 20, 4  # a row's share is four
+BYTE_SHARES = {FEW_SHOT: 0.01, CHATS: 0.15}
 SNAPSHOTS = {
     "computed": "{num_computed:,}",
     "saved": "{saved:.1%}",
@@ -72,9 +41,8 @@ SNAPSHOTS = {
 }
 
 
+@framed
 def show(report: dict[str, Any]) -> None:
-    """Prints a report, the object of `--json`, as tables."""
-    show_provenance(report)
     for name in dict.fromkeys(one["workload"] for one in report["policies"]):
         records = [one for one in report["policies"] if one["workload"] == name]
         title = f"{name}: {records[0]['num_tokens']:,} tokens of prompts, with the model"
@@ -94,12 +62,10 @@ def show(report: dict[str, Any]) -> None:
     title = "bytes per token and layer in decode, Qwen3-Next's sizes, MiB"
     show_records(title, {"": "{what}", "MiB": "{mib:.3f}"}, moved)
     print(f"\n{report['num_different']} of {report['num_compared']:,} predictions are not the uncached ones")
-    show_bars(report)
 
 
 @figure((12, 9), 2, 1, grid="x")
 def draw(report: dict[str, Any], *panels: Any) -> None:
-    """A panel for each workload: a line of blocks for each request, and where snapshots are in the end."""
     for axes, (name, requests) in zip(panels, report["maps"].items(), strict=True):
         rows = range(len(requests))
         found = [one["num_found"] for one in requests]
@@ -113,13 +79,6 @@ def draw(report: dict[str, Any], *panels: Any) -> None:
         axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=3)
 
 
-PREFIXES, OTHERS_BLOCK = (17, 64, 500, 2000), 528
-FEW_SHOT, CHATS, TWO_LEVELS = "few-shot", "chats", "two levels"
-FEW_POINTS, LEAST_POINTS = 20, 4  # a row's share is four
-BYTE_SHARES = {FEW_SHOT: 0.01, CHATS: 0.15}
-MIB = 2**20
-
-
 class Workloads(NamedTuple):
     """Requests by name, and by the length of a prefix that four of them share."""
 
@@ -127,8 +86,7 @@ class Workloads(NamedTuple):
     prefixes: dict[int, list[Request]]
 
 
-def workloads_of(writer: Writer) -> Workloads:
-    """Draws all requests."""
+def workloads_of(writer: tables.Writer) -> Workloads:
     named = {FEW_SHOT: tables.few_shot, CHATS: tables.chats, TWO_LEVELS: tables.two_levels}
     return Workloads(
         {name: draw(writer) for name, draw in named.items()},
@@ -136,34 +94,32 @@ def workloads_of(writer: Writer) -> Workloads:
     )
 
 
-def measure(work: Workloads, params: Params, few_points: int = FEW_POINTS) -> dict[str, Any]:
+def measure(work: Workloads, params: tables.Params, few_points: int = FEW_POINTS) -> dict[str, Any]:
     """Serves all requests by all policies, compiling for two at a time."""
 
     def roomy(policy: str) -> dict[str, Served]:
-        config, names = config_of(POLICIES[policy]), [*work.named]
-        if policy in (ANSWERS, ENDS, NONE):
+        config, names = tables.config_of(POLICIES[policy]), [*work.named]
+        if policy in (tables.ANSWERS, tables.ENDS, tables.NONE):
             names.remove(TWO_LEVELS)
-        return {name: serve(config, work.named[name], params) for name in names}
+        return {name: tables.serve(config, work.named[name], params) for name in names}
 
     def scarce(policy: str) -> Served:
-        return serve(config_of(SCARCE[policy], few_points), work.named[TWO_LEVELS])
+        return tables.serve(tables.config_of(SCARCE[policy], few_points), work.named[TWO_LEVELS])
 
     def limited(name: str) -> Served:
-        return serve(config_of(POLICIES[DEFAULT], limits[name]), work.named[name])
+        return tables.serve(tables.config_of(POLICIES[DEFAULT], limits[name]), work.named[name])
 
     with ThreadPoolExecutor(2) as threads:
         small = {policy: threads.submit(scarce, policy) for policy in SCARCE}
         by_policy = _all(threads, POLICIES, roomy)
-        dense = by_policy[DENSE]
-        limits = {
-            name: max(LEAST_POINTS, int(share * dense[name].num_snapshots))
-            for name, share in BYTE_SHARES.items()
-        }
+        dense = by_policy[tables.DENSE]
+        shares = {name: share * dense[name].num_snapshots for name, share in BYTE_SHARES.items()}
+        limits = {name: max(LEAST_POINTS, int(share)) for name, share in shares.items()}
         by_limit = _all(threads, limits, limited)
         by_small = {policy: future.result() for policy, future in small.items()}
-        config = config_of(POLICIES[JUNCTIONS])
-        found = {length: serve(config, requests, params) for length, requests in work.prefixes.items()}
-    compared = [num_compared(served, by_policy[NONE]) for served in by_policy.values()]
+        config = tables.config_of(POLICIES[JUNCTIONS])
+        found = {length: tables.serve(config, requests, params) for length, requests in work.prefixes.items()}
+    compared = [num_compared(served, by_policy[tables.NONE]) for served in by_policy.values()]
     num_predicted, num_different = map(sum, zip(*compared, strict=True))
     [points] = config.snapshot_groups
     point_bytes = config.groups[points].block_bytes, bytes_moved.point_bytes()
@@ -240,38 +196,28 @@ def map_of(served: Served, requests: Sequence[Request]) -> list[dict[str, Any]]:
 
 
 def bars_of(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """What must hold, beside what was measured."""
     policies = {(each["workload"], each["policy"]): each for each in found["policies"]}
     small = {each["policy"]: each for each in found["few_points"]}
-    few, chats = policies[FEW_SHOT, JUNCTIONS], policies[CHATS, ANSWERS]
-    bars = [
-        at_least("few-shot, junctions: tokens saved, of every block's", few["share_of_saved"], 0.95),
-        at_most("few-shot, junctions: bytes, of every block's", few["share_of_bytes"], 0.01),
-        at_least(
-            "chats, junctions and answers' ends: tokens saved, of every block's",
-            chats["share_of_saved"],
-            0.95,
-        ),
-        at_most("chats, junctions and answers' ends: bytes, of every block's", chats["share_of_bytes"], 0.15),
-    ]
-    for each in found["limited"]:
-        limit = BYTE_SHARES[each["workload"]]
-        where = f"{each['workload']}, junctions and ends, {each['num_points']} points"
+    bars = []
+
+    def add(where: str, each: dict[str, Any]) -> None:
+        where, limit = f"{each['workload']}, {where}", BYTE_SHARES[each["workload"]]
         bars.append(at_least(f"{where}: tokens saved, of every block's", each["share_of_saved"], 0.95))
         bars.append(at_most(f"{where}: bytes, of every block's", each["share_of_bytes"], limit))
+
+    add("junctions", policies[FEW_SHOT, JUNCTIONS])
+    add("junctions and answers' ends", policies[CHATS, tables.ANSWERS])
+    for each in found["limited"]:
+        add(f"junctions and ends, {each['num_points']} points", each)
     for each in found["prefixes"]:
         bar = f"shared prefix of {each['shared']:,}: tokens cached from the third request on"
         bars.append(at_least(bar, min(each["cached"][2:]), each["shared"] // BLOCK_SIZE * BLOCK_SIZE))
     most, saved = policies[TWO_LEVELS, JUNCTIONS]["saved"], small[DEFAULT]["saved"]
     state = sum(num for what, num in found["decode_bytes"].items() if what.startswith("state"))
+    where = f"two levels, {small[DEFAULT]['num_points']} points, junctions and ends"
     return [
         *bars,
-        at_least(
-            f"two levels, {small[DEFAULT]['num_points']} points, junctions and ends: tokens saved, of "
-            "junctions' in any pool",
-            saved / most,
-            1,
-        ),
+        at_least(f"{where}: tokens saved, of junctions' in any pool", saved / most, 1),
         at_least("the same by tokens saved, of junctions' in any pool", small[SAVED]["saved"] / most, 1),
         at_most("predictions that are not the uncached ones", found["num_different"], 0),
         at_most("state bytes per token and layer in decode, MiB", state / MIB, 2.5),
@@ -282,9 +228,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = command.Parser("experiments.hybrid", __doc__)
     add_options(parser)
     options = parser.parse_args(arguments)
-    found = measure(workloads_of(Writer(0)), random_params())
-    deliver(found | {"bars": bars_of(found)}, options, show, draw)
-    return 0
+    found = measure(workloads_of(tables.Writer(0)), tables.random_params())
+    return deliver(found | {"bars": bars_of(found)}, options, show, draw)
 
 
 if __name__ == "__main__":

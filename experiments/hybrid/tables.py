@@ -42,7 +42,6 @@ def random_params(seed: int = 0) -> Params:
 
 
 def forward(params: Params, tokens: jax.Array, cache: kv.Cache, step: kv.Step) -> tuple[kv.Cache, jax.Array]:
-    """Computes logits f32[n, T, vocab] of tokens i32[n, T]."""
     x = params["embedding"][tokens]
     for layer, kind in enumerate(cache.config.layers):
         weights = {name: value[layer] for name, value in params.items() if name != "embedding"}
@@ -81,15 +80,14 @@ class Request(NamedTuple):
 
 
 class Writer:
-    """Texts of random tokens from a seed, below `vocab_size`; 0 is none of them."""
+    """Texts of random tokens from a seed; 0 is none of them."""
 
-    def __init__(self, seed: int, vocab_size: int = 1000):
-        self.rng, self.vocab_size = np.random.default_rng(seed), vocab_size
+    def __init__(self, seed: int):
+        self.rng = np.random.default_rng(seed)
 
     def text(self, shortest: int, longest: int | None = None) -> list[int]:
-        """Draws a text of a length from `shortest` to `longest`."""
         length = int(self.rng.integers(shortest, (longest or shortest) + 1))
-        return self.rng.integers(1, self.vocab_size, size=length).tolist()
+        return self.rng.integers(1, VOCAB_SIZE, size=length).tolist()
 
 
 def few_shot(writer: Writer, num_prompts: int = 64, prefix_len: int = 1003) -> list[Request]:
@@ -126,14 +124,8 @@ def two_levels(writer: Writer, num_subjects: int = 8, num_questions: int = 8) ->
 
 
 def repeated_prefix(writer: Writer, prefix_len: int, num_prompts: int = 4) -> list[Request]:
-    """Prompts of one prefix and questions of 50 tokens."""
     prefix = writer.text(prefix_len)
     return [Request(prefix + writer.text(50), []) for _ in range(num_prompts)]
-
-
-def num_prompt_tokens(requests: Sequence[Request]) -> int:
-    """Counts the tokens of all prompts."""
-    return sum(len(request.prompt) for request in requests)
 
 
 BLOCK_SIZE = 16
@@ -181,7 +173,7 @@ class Served(NamedTuple):
       num_snapshots: Published points at the end.
       block_ids: i32[requests, columns], the blocks of keys that each row held at last.
       has_snapshot: bool[requests, columns], which of them carry a snapshot at the end.
-      predicted: i32[requests, MAX_LEN], the model's best token behind each computed one; -1 elsewhere.
+      predicted: i32[requests, MAX_LEN], the model's best token after each computed one; -1 elsewhere.
     """
 
     num_tokens: int
@@ -198,11 +190,7 @@ class Served(NamedTuple):
 
 
 def serve(config: kv.CacheConfig, requests: Sequence[Request], params: Params | None = None) -> Served:
-    """Serves requests one after the other, prompt and answer; without a model on tables without storage.
-
-    Raises:
-      RuntimeError: the tables break an invariant.
-    """
+    """Serves requests one after the other, prompt and answer; without a model on tables without storage."""
     cache, found = kv.init(config, storage=params is not None), []
     for prompt, answer in requests:
         tokens = np.zeros((1, MAX_LEN), np.int32)
@@ -221,7 +209,7 @@ def serve(config: kv.CacheConfig, requests: Sequence[Request], params: Params | 
     assert links is not None and cached is not None
     carries = np.append(np.asarray(links.block_ids[:, 0]) < config.groups[points].num_blocks, False)
     return Served(
-        num_prompt_tokens(requests),
+        sum(len(request.prompt) for request in requests),
         num_cached[:, 0].tolist(),
         int(cached.is_published.sum()),
         block_ids,

@@ -8,21 +8,17 @@ Answer:  yes. In 200 updates the share of right answers rises from 0.34 to 0.91 
   off the trainer's by 1.7e-5 at most (bar 1e-5: missed).
 Record:  experiments/results/rollouts.json, docs/rollouts.png.
 
-The task is to put two or three digits in order. A small model of bytes reads texts that look like it, with
-digits in any order. From there it learns by reward alone, 1 for a right answer and 0 for any other: GRPO with
-optax, 16 questions and 8 answers to each per update, each question behind twelve examples. In two ways:
+A small model of bytes, which has read texts that look like the task, learns by reward alone: GRPO with optax,
+16 questions and 8 answers to each per update. In two ways:
   in a step         questions in, parameters out: answers are drawn, judged and learned from in one program
   beside an engine  a `kv.Engine` draws all the time, and goes on under new weights between two dispatches:
-                    rows that run keep their place, so an answer may begin under one set of weights and end
-                    under another; each token is learned from by the log-probability it was drawn with
+                    an answer may begin under one set of weights and end under another; each token is learned
+                    from by the log-probability it was drawn with
 
 A prompt is computed once for its group, when answers are drawn and when they are learned from: rows are forks
-of the row that has it, and the gradient comes back through forks. What that saves is timed beside the same
-step on repeated prompts, each computed by itself, in turns.
-
-The sampler's log-probabilities are compared with the trainer's own of the same answers, which is another
-program: the answers of every update in a step, and of the engine those that were asked for and drawn under
-the last weights.
+of the row that has it, and the gradient comes back through forks. The sampler's log-probabilities are
+compared with the trainer's own of the same answers, which is another program: the answers of every update in
+a step, and of the engine those that were asked for and drawn under the last weights.
 """
 
 import statistics
@@ -32,23 +28,10 @@ from typing import Any
 import numpy as np
 
 from experiments.common import command
-from experiments.common.report import (
-    add_options,
-    at_least,
-    at_most,
-    deliver,
-    figure,
-    show_bars,
-    show_provenance,
-)
+from experiments.common.report import add_options, at_least, at_most, deliver, figure, framed
 from experiments.common.timing import show_records
-from experiments.rollouts.study import (
-    Sizes,
-    compare_sharing,
-    compile_steps,
-    train_beside_engine,
-    train_in_step,
-)
+from experiments.rollouts import study
+from experiments.rollouts.study import Sizes
 from experiments.rollouts.training import teach
 
 LEAST_REWARD = 0.85
@@ -56,7 +39,6 @@ SMOOTHED = 10  # updates that a point of a curve is the mean of
 
 
 def bars_of(ways: Sequence[dict], sharing: dict, group_size: int) -> list[dict]:
-    """What must hold, beside what was measured."""
     engine, (shared, apart) = ways[1], sharing["ways"]
     tokens, temporary = (shared[key] / apart[key] for key in ("prompt_tokens", "temporary_bytes"))
     num_untold, gradients = engine["updates"] - engine["updates_told"], sharing["gradient_difference"]
@@ -94,10 +76,9 @@ SHARING = {
 }
 
 
+@framed
 def show(report: dict) -> None:
-    """Prints a report, the object of `--json`, as tables."""
     sizes = report["sizes"]
-    show_provenance(report)
     title = (
         f"{sizes['updates']} updates of {sizes['prompts']} questions and {sizes['group']} answers each, "
         f"seed {sizes['seed']}"
@@ -111,12 +92,10 @@ def show(report: dict) -> None:
     ways = report["sharing"]["ways"]
     show_records(f"a step, {len(ways[0]['ms'])} rounds in turns", SHARING, ways)
     print(f"  the same answers to {report['sharing']['same_answers']:.1%} of the questions")
-    show_bars(report)
 
 
 @figure((10, 4), 1, 2, grid="y", width_ratios=(3, 2))
 def draw(report: dict, curves: Any, costs: Any) -> None:
-    """Two panels: the reward by updates, and what a step takes with prompts shared and apart."""
     for i, way in enumerate(report["ways"]):
         rewards = np.array(way["rewards"])
         curves.plot(np.arange(len(rewards)) + 1, rewards, color=f"C{i}", alpha=0.25, linewidth=0.8)
@@ -148,17 +127,16 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     sizes = Sizes(prompts=16, group=8, updates=options.updates, seed=options.seed)
     decoder = teach(sizes.seed, TEACHING_STEPS)
-    steps = compile_steps(decoder, sizes)
-    ways = [train_in_step(decoder, sizes, steps), train_beside_engine(decoder, sizes)]
-    sharing = compare_sharing(decoder, sizes, steps)
+    steps = study.compile_steps(decoder, sizes)
+    ways = [study.train_in_step(decoder, sizes, steps), study.train_beside_engine(decoder, sizes)]
+    sharing = study.compare_sharing(decoder, sizes, steps)
     report = {
         "sizes": sizes._asdict(),
         "ways": ways,
         "sharing": sharing,
         "bars": bars_of(ways, sharing, sizes.group),
     }
-    deliver(report, options, show, draw)
-    return 0
+    return deliver(report, options, show, draw)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 """Partial rollouts: an engine goes on drawing while the trainer trains, and rows go on under new weights.
 
-A group is a request of `G` samples: its prompt is computed once and forked. Whenever enough groups have ended
-they become a batch; the engine gets the new parameters between two dispatches, and no row is lost or begun
-again.
+A group is a request of `G` samples: its prompt is computed once and forked. Enough groups that have ended
+are a batch; the engine gets the new parameters between two dispatches, and no row is lost or begun again.
 """
 
 from collections import deque
@@ -41,11 +40,8 @@ class Group:
         """Takes in what the engine said of one answer."""
         i, begin = event.sample_id, self.num_tokens[event.sample_id]
         new = slice(begin, begin + len(event.tokens))
-        self.tokens[i, new], self.logprobs[i, new], self.version[i, new] = (
-            event.tokens,
-            event.logprobs,
-            version,
-        )
+        self.tokens[i, new], self.logprobs[i, new] = event.tokens, event.logprobs
+        self.version[i, new] = version
         self.num_tokens[i] += len(event.tokens)
         if event.finish_reason is not None:
             if event.finish_reason not in ("stop", "length"):
@@ -54,14 +50,7 @@ class Group:
 
 
 class Batch(NamedTuple):
-    """Groups that have ended.
-
-    Attributes:
-      prompts: Prompts of `n` rows.
-      rollouts: Rollouts of `n * G`.
-      version: i32[n * G, MAX_ANSWER], as in `Group`.
-      ids: The numbers of the questions.
-    """
+    """Groups that have ended: prompts of `n` rows, rollouts and versions (see `Group`) of `n * G`."""
 
     prompts: Prompts
     rollouts: Rollouts
@@ -76,34 +65,15 @@ class Batch(NamedTuple):
 
 
 class Sampler:
-    """An engine that is never out of questions.
-
-    Args:
-      decoder: The parameters.
-      seed: Of questions and draws.
-      group_size: Answers to each.
-      num_rows: Of the engine.
-      num_ahead: Questions that are asked and not answered, at any time.
-    """
+    """An engine that is never out of questions; at any time `num_ahead` are asked and not answered."""
 
     def __init__(self, decoder: Decoder, seed: int, group_size: int, num_rows: int, num_ahead: int):
-        longest = -(-(MAX_PROMPT + MAX_ANSWER) // BLOCK_SIZE)
-        config = cache_config(
-            decoder.config,
-            block_size=BLOCK_SIZE,
-            max_seqs=num_rows,
-            max_seq_len=longest * BLOCK_SIZE,
-            num_blocks=num_rows * longest,
-            enable_prefix_caching=True,
-        )
-        num_samples = num_ahead * group_size
-        self.engine = kv.Engine(
-            forward,
-            decoder,
-            config,
-            steps_per_dispatch=STEPS_PER_DISPATCH,
-            limits=kv.engine.Limits(num_samples, max_tokens=num_samples * (MAX_PROMPT + MAX_ANSWER)),
-        )
+        longest, num_samples = MAX_PROMPT + MAX_ANSWER, num_ahead * group_size
+        sizes = dict(block_size=BLOCK_SIZE, max_seqs=num_rows, max_seq_len=longest)
+        config = cache_config(decoder.config, **sizes, enable_prefix_caching=True)
+        limits = kv.engine.Limits(num_samples, max_tokens=num_samples * longest)
+        options: Any = dict(steps_per_dispatch=STEPS_PER_DISPATCH, limits=limits)
+        self.engine = kv.Engine(forward, decoder, config, **options)
         self.num_asked, self.num_prompt_tokens = 0, 0
         self._seed, self._group_size, self._num_ahead = seed, group_size, num_ahead
         self._open: dict[Any, Group] = {}

@@ -36,16 +36,11 @@ def cache_sizes(config: DecoderConfig, prompts: Prompts, group_size: int) -> kv.
     num_prompts, max_prompt = prompts.tokens.shape
     num_rows = num_prompts * group_size
     shared = -(-max_prompt // BLOCK_SIZE) if group_size > 1 else 0
-    longest = -(-(max_prompt + MAX_ANSWER) // BLOCK_SIZE)
-    # Behind a fork a row has the copy of a last block, and what answers add to it.
-    own = 1 + -(-MAX_ANSWER // BLOCK_SIZE) if group_size > 1 else longest
-    return cache_config(
-        config,
-        block_size=BLOCK_SIZE,
-        max_seqs=num_rows,
-        max_seq_len=longest * BLOCK_SIZE,
-        num_blocks=num_prompts * shared + num_rows * own,
-    )
+    longest = max_prompt + MAX_ANSWER
+    # After a fork a row has the copy of a last block, and what answers add to it.
+    own = 1 + -(-MAX_ANSWER // BLOCK_SIZE) if group_size > 1 else -(-longest // BLOCK_SIZE)
+    sizes = dict(block_size=BLOCK_SIZE, max_seqs=num_rows, max_seq_len=longest)
+    return cache_config(config, **sizes, num_blocks=num_prompts * shared + num_rows * own)
 
 
 def read_prompts(

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 import kvcache_jax as kv
-from experiments.rollouts.partial import Batch, Sampler
+from experiments.rollouts.partial import Sampler
 from experiments.rollouts.sampling import cache_sizes, without_sharing
 from experiments.rollouts.task import Prompts, questions
 from experiments.rollouts.training import (
@@ -28,14 +28,7 @@ OPTIMIZER = make_optimizer()
 
 
 class Sizes(NamedTuple):
-    """Numbers that a training is made of.
-
-    Attributes:
-      prompts: Questions of an update.
-      group: Answers to each.
-      updates: Of the parameters.
-      seed: Of questions and draws.
-    """
+    """Numbers that a training is made of: questions of an update, answers to each, updates."""
 
     prompts: int
     group: int
@@ -44,11 +37,9 @@ class Sizes(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Answers of an update."""
         return self.prompts * self.group
 
     def batch(self, update: int) -> Prompts:
-        """Draws the questions of an update."""
         return questions(np.random.default_rng([self.seed, 2, update]), self.prompts)
 
 
@@ -88,20 +79,15 @@ def train_beside_engine(decoder: Decoder, sizes: Sizes) -> dict[str, Any]:
     # Half of a batch is under way while the other half is waited for.
     sampler = Sampler(decoder, sizes.seed, sizes.group, sizes.rows // 2, 2 * sizes.prompts)
     options = dict(optimizer=OPTIMIZER, group_size=sizes.group)
-    found, partial, ages, start = [], [], [], 0.0
-
-    def update(batch: Batch) -> Metrics:
-        nonlocal decoder, state
-        decoder, state, metrics = improve(decoder, state, batch.prompts, batch.rollouts, **options)
-        return metrics
-
+    found, num_partial, ages, start = [], 0, [], 0.0
     for i in range(sizes.updates):
         batch = sampler.collect(sizes.prompts)
-        found.append(update(batch))
+        decoder, state, metrics = improve(decoder, state, batch.prompts, batch.rollouts, **options)
+        found.append(metrics)
         if i == 0:  # compiled
             start = time.perf_counter()
         sampler.engine.set_params(decoder)
-        partial.append(batch.num_partial)
+        num_partial += batch.num_partial
         ages.append(i - int(np.where(batch.version < 0, i, batch.version).min()))
     ms = 1e3 * (time.perf_counter() - start) / max(sizes.updates - 1, 1)
     num_asked = sampler.num_asked
@@ -110,12 +96,13 @@ def train_beside_engine(decoder: Decoder, sizes: Sizes) -> dict[str, Any]:
         if min(batch.ids) >= num_asked:
             break
     counts = sampler.engine.figures().counts
+    *_, last = improve(decoder, state, batch.prompts, batch.rollouts, **options)
     return {
         "way": "beside an engine",
         **_curve(found),
-        "difference": float(update(batch).difference),  # of those before it is what the weights have changed
+        "difference": float(last.difference),  # of earlier batches it is what the weights have changed
         "ms": ms,
-        "partial": sum(partial) / (sizes.updates * sizes.rows),
+        "partial": num_partial / (sizes.updates * sizes.rows),
         "oldest": max(ages),
         "updates": sizes.updates,
         "updates_told": counts[kv.engine.Counter.UPDATES],
@@ -137,21 +124,18 @@ def compare_sharing(decoder: Decoder, sizes: Sizes, steps: Steps) -> dict[str, A
             times.append(time.perf_counter() - start)
             answers.append(drawn)
             states.append(after)
-    ways = []
     each = without_sharing(prompts, sizes.group)
     sides = ("shared", prompts, sizes.group), ("apart", each, 1)
-    for (name, read, group_size), program, times in zip(sides, steps, seconds, strict=True):
-        memory = program.memory_analysis()
-        assert memory is not None
-        ways.append(
-            {
-                "way": name,
-                "prompt_tokens": int(np.asarray(read.length).sum()),
-                "pool_bytes": kv.memory_bytes(cache_sizes(decoder.config, read, group_size)),
-                "temporary_bytes": memory.temp_size_in_bytes,
-                "ms": [1e3 * x for x in times[1:]],
-            }
-        )
+    ways = [
+        {
+            "way": name,
+            "prompt_tokens": int(np.asarray(read.length).sum()),
+            "pool_bytes": kv.memory_bytes(cache_sizes(decoder.config, read, group_size)),
+            "temporary_bytes": program.memory_analysis().temp_size_in_bytes,  # type: ignore
+            "ms": [1e3 * x for x in times[1:]],
+        }
+        for (name, read, group_size), program, times in zip(sides, steps, seconds, strict=True)
+    ]
     # Adam's mean of one gradient.
     shared, alone = (jax.tree.leaves(optax.tree.get(state, "mu")) for state in states)
     is_same = (answers[0].tokens == answers[1].tokens).all(axis=1)

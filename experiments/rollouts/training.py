@@ -77,14 +77,7 @@ def grpo_loss(
 
 
 def gradient(decoder: Decoder, prompts: Prompts, rollouts: Rollouts, group_size: int) -> tuple[Any, Metrics]:
-    """Computes the gradient of the loss by the parameters.
-
-    Args:
-      decoder: The parameters.
-      prompts: Of groups, or of each answer (`without_sharing`).
-      rollouts: The answers.
-      group_size: Answers to a question.
-    """
+    """Computes the gradient by the parameters; prompts are of groups, or `without_sharing` of answers."""
     num_rows = len(rollouts.tokens)
     answer = jnp.repeat(jnp.asarray(prompts.answer), num_rows // len(prompts.answer), axis=0)
     reward = rewards(rollouts.tokens, answer)
@@ -109,14 +102,7 @@ def improve(decoder, optimizer_state, prompts, rollouts, *, optimizer, group_siz
 def train_step(decoder, optimizer_state, prompts, key, *, optimizer, group_size, is_shared=True):
     """Draws answers, judges them and updates the parameters: the parameters, the state, metrics, answers.
 
-    Args:
-      decoder: The parameters.
-      optimizer_state: Of the optimizer.
-      prompts: The questions.
-      key: Of the draws, which are the same whether prompts are shared or not.
-      optimizer: Of optax (static).
-      group_size: Answers to a question (static).
-      is_shared: Whether a group computes its prompt once (static).
+    Draws are the same whether a group computes its prompt once (`is_shared`) or not.
     """
     if not is_shared:
         prompts = without_sharing(prompts, group_size)

@@ -1,7 +1,6 @@
 """The study of snapshots: what its records say is what its requests found, and its verdicts can fail."""
 
 import copy
-import json
 
 import pytest
 
@@ -46,7 +45,7 @@ def found():
 
 
 @pytest.mark.slow
-def test_the_command_reports_what_it_measured(found, monkeypatch, capsys):
+def test_the_command_reports_what_it_measured(found, monkeypatch, report_of):
     by_policy = {(one["workload"], one["policy"]): one for one in found["policies"]}
     few = {policy: by_policy["few-shot", policy] for policy in hybrid.POLICIES}
     num_tokens = few["none"]["num_tokens"]
@@ -59,8 +58,7 @@ def test_the_command_reports_what_it_measured(found, monkeypatch, capsys):
     assert found["num_different"] == 0 < found["num_compared"]
     assert 3 in found["maps"]["few-shot"][3]["snapshots"]  # the junction, after 64 tokens
     monkeypatch.setattr(hybrid, "measure", lambda *_: found)
-    assert hybrid.main(["--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["num_compared"] == found["num_compared"]
+    assert report_of(hybrid)["num_compared"] == found["num_compared"]
 
 
 @pytest.mark.slow

@@ -1,8 +1,5 @@
 """Samples for training: judged by the rule, drawn and scored behind one prompt, and gone on with later."""
 
-import json
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -216,17 +213,15 @@ def test_answers_go_on_under_new_weights_and_none_is_lost(decoder):
 # --- the command ---
 
 
-def test_the_command_says_what_holds(monkeypatch, capsys):
-    record = json.loads((Path(study.__file__).parents[1] / "results" / "rollouts.json").read_text())
+def test_the_command_says_what_holds(monkeypatch, report_of, recorded):
+    record, sizes = recorded("rollouts"), []
     step, engine = record["ways"]
-    sizes = []
     monkeypatch.setattr(command, "teach", lambda seed, num_steps: None)
-    monkeypatch.setattr(command, "compile_steps", lambda decoder, given: sizes.append(given))
-    monkeypatch.setattr(command, "train_in_step", lambda *_: step)
-    monkeypatch.setattr(command, "train_beside_engine", lambda *_: engine)
-    monkeypatch.setattr(command, "compare_sharing", lambda *_: record["sharing"])
-    assert command.main(["--json", "--seed", "3", "--updates", "7"]) == 0
-    assert json.loads(capsys.readouterr().out)["bars"] == record["bars"]
+    monkeypatch.setattr(study, "compile_steps", lambda decoder, given: sizes.append(given))
+    monkeypatch.setattr(study, "train_in_step", lambda *_: step)
+    monkeypatch.setattr(study, "train_beside_engine", lambda *_: engine)
+    monkeypatch.setattr(study, "compare_sharing", lambda *_: record["sharing"])
+    assert report_of(command, "--seed", "3", "--updates", "7")["bars"] == record["bars"]
     assert sizes == [Sizes(prompts=16, group=8, updates=7, seed=3)]
 
 
