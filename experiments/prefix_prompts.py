@@ -7,15 +7,10 @@ Answer:  with 1,024 shared tokens and 32 own the second prompt's first token com
   (59 ms, not 560), in 54 MB of keys and values, not 542.
 Record:  experiments/results/prefix_prompts.json
 
-Two workloads with the trained model, in bytes:
-  made-up prompts     pairs that share `--shared` tokens and have `--own` each; every pair shares others. The
-                      first prompt of a pair finds nothing, the second all that is shared.
-  few-shot prompts    eight worked examples of GSM8K and a question, the way such a benchmark is run: with the
-                      prefix cache and without. The file is text/gsm8k_test.jsonl in `--data` or
-                      KVCACHE_DATA_DIR; it is test.jsonl of the grade-school-math repository of openai (MIT).
-
-Time to first token is the host's clock around `generate` of one token, admission and all; every program is
-compiled before.
+Two workloads with the trained model, in bytes: pairs of made-up prompts that share `--shared` tokens and have
+`--own` each, and eight-shot questions of GSM8K, with the prefix cache and without. Their file is
+text/gsm8k_test.jsonl in `--data` or KVCACHE_DATA_DIR: test.jsonl of openai's grade-school-math (MIT).
+Time to first token is the host's clock around `generate` of one token, admission and all.
 """
 
 import time
@@ -29,13 +24,7 @@ from experiments.common import byte_model, command
 from experiments.common.benchmarks import NUM_SHOTS, few_shot_prompts
 from experiments.common.command import InputError
 from experiments.common.corpus import held_out_files
-from experiments.common.report import (
-    add_options,
-    at_least,
-    deliver,
-    show_bars,
-    show_provenance,
-)
+from experiments.common.report import add_options, at_least, deliver, framed
 from experiments.common.timing import ms_columns, show_records, summary
 from models.decoder import Decoder, cache_config, forward
 
@@ -50,13 +39,8 @@ class Runner:
 
     def __init__(self, decoder: Decoder, longest: int, *, prefix_caching: bool):
         self.decoder = decoder
-        self.config = cache_config(
-            decoder.config,
-            block_size=BLOCK_SIZE,
-            max_seqs=2,
-            max_seq_len=-(-(longest + 1) // BLOCK_SIZE) * BLOCK_SIZE,
-            enable_prefix_caching=prefix_caching,
-        )
+        sizes = dict(block_size=BLOCK_SIZE, max_seqs=2, max_seq_len=longest + 1)
+        self.config = cache_config(decoder.config, **sizes, enable_prefix_caching=prefix_caching)
         self.cache = kv.init(self.config)
         # `generate` has a program of its own for prompts that few tokens are left of.
         for length in (1, longest):
@@ -73,11 +57,7 @@ class Runner:
 
 
 def made_up_pairs(num_pairs: int, shared_len: int, own_len: int) -> list[tuple[list[int], list[int]]]:
-    """Pairs of prompts from held-out source: `shared_len` tokens in common and `own_len` of their own.
-
-    Raises:
-      InputError: there is not so much of it.
-    """
+    """Pairs of prompts from held-out source: `shared_len` tokens in common and `own_len` of their own."""
     text = np.frombuffer(b"".join(held_out_files().values()), np.uint8).astype(int)
     for option, length in (("--shared", shared_len), ("--own", own_len)):
         if length >= len(text):
@@ -117,28 +97,21 @@ def time_pairs(decoder: Decoder, pairs: Sequence[tuple[Prompt, Prompt]]) -> dict
 
 def time_few_shot(decoder: Decoder, prompts: Sequence[Prompt]) -> dict[str, Any]:
     """All prompts one after the other, with the prefix cache and without, in turns."""
-    longest = max(map(len, prompts))
-    runners = {name: Runner(decoder, longest, prefix_caching=name == "with") for name in ("with", "without")}
-    times: dict[str, list[float]] = {name: [] for name in runners}
-    num_cached = []
-    for prompt in prompts:
-        for name, runner in runners.items():
-            seconds, cached = runner.first_token(prompt)
-            times[name].append(seconds)
-            if name == "with":
-                num_cached.append(cached)
-    stats = kv.stats(runners["with"].cache)
-    block_bytes = kv.memory_bytes(runners["with"].config) // runners["with"].config.groups[0].num_blocks
+    longest, num_tokens = max(map(len, prompts)), sum(map(len, prompts))
+    caching, plain = (Runner(decoder, longest, prefix_caching=caches) for caches in (True, False))
+    found = [(caching.first_token(prompt), plain.first_token(prompt)) for prompt in prompts]
+    (with_cache, num_cached), (without, _) = (zip(*each, strict=True) for each in zip(*found, strict=True))
+    stats = kv.stats(caching.cache)
+    block_bytes = kv.memory_bytes(caching.config) // caching.config.groups[0].num_blocks
     num_blocks = sum(-(-len(prompt) // BLOCK_SIZE) for prompt in prompts)
-    num_tokens = sum(map(len, prompts))
     return {
         "num_prompts": len(prompts),
         "num_tokens": num_tokens,
         "hit_rate_tokens": sum(num_cached) / num_tokens,
         "hit_rate_blocks": int(stats.num_block_hits) / int(stats.num_block_queries),
-        "first_token_with": summary(times["with"]),
-        "first_token_without": summary(times["without"]),
-        "ratio": float(np.median(times["without"][1:]) / np.median(times["with"][1:])),
+        "first_token_with": summary(with_cache),
+        "first_token_without": summary(without),
+        "ratio": float(np.median(without[1:]) / np.median(with_cache[1:])),
         "bytes_of_all_prompts": num_blocks * block_bytes,
         "bytes_kept": int(stats.num_blocks_published) * block_bytes,
     }
@@ -147,50 +120,39 @@ def time_few_shot(decoder: Decoder, prompts: Sequence[Prompt]) -> dict[str, Any]
 TIMES = {"time to first token, ms": "{name}", **ms_columns()}
 
 
+@framed
 def show(report: dict[str, Any]) -> None:
-    """Prints a report, the object of `--json`, as tables."""
-    show_provenance(report)
     pairs = report["made_up"]
-    _show_times(
-        f"{pairs['num_pairs']} pairs of prompts of {pairs['prompt_len']} tokens",
-        {
-            "first prompt of a pair": pairs["first_token_first_prompt"],
-            "second prompt": pairs["first_token_second_prompt"],
-        },
-    )
+    first, second = (pairs[f"first_token_{which}_prompt"] for which in ("first", "second"))
+    title = f"{pairs['num_pairs']} pairs of prompts of {pairs['prompt_len']} tokens"
+    records = [{"name": "first prompt of a pair", **first}, {"name": "second prompt", **second}]
+    show_records(title, TIMES, records)
     few_shot = report["few_shot"]
     if isinstance(few_shot, str):
         print(f"\nfew-shot prompts: skipped, {few_shot}")
     else:
-        _show_times(
-            f"{few_shot['num_prompts']} prompts of GSM8K, {NUM_SHOTS} shots, "
-            f"{few_shot['num_tokens'] / few_shot['num_prompts']:.0f} tokens on average",
-            {
-                "with the prefix cache": few_shot["first_token_with"],
-                "without": few_shot["first_token_without"],
-            },
+        mean_len = few_shot["num_tokens"] / few_shot["num_prompts"]
+        title = (
+            f"{few_shot['num_prompts']} prompts of GSM8K, {NUM_SHOTS} shots, {mean_len:.0f} tokens on average"
         )
+        with_cache, without = few_shot["first_token_with"], few_shot["first_token_without"]
+        records = [{"name": "with the prefix cache", **with_cache}, {"name": "without", **without}]
+        show_records(title, TIMES, records)
         print(
             f"  {few_shot['ratio']:.1f} times shorter; {few_shot['hit_rate_tokens']:.1%} of the tokens "
             f"found, {few_shot['hit_rate_blocks']:.1%} of the blocks;\n"
             f"  {few_shot['bytes_kept'] / 2**20:.1f} MiB keep what takes "
             f"{few_shot['bytes_of_all_prompts'] / 2**20:.1f} MiB prompt by prompt"
         )
-    show_bars(report)
-
-
-def _show_times(title: str, figures: dict[str, dict[str, float]]) -> None:
-    show_records(title, TIMES, [{"name": name, **of_name} for name, of_name in figures.items()])
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = command.Parser("experiments.prefix_prompts", __doc__)
     command.add_data_folder(parser, "text/gsm8k_test.jsonl")
     byte_model.add_option(parser)
-    count, length = command.integer(2, 10_000), command.integer(1)
-    parser.add_argument("--shared", type=length, default=1024, metavar="N", help="tokens; default: 1024")
-    parser.add_argument("--own", type=length, default=32, metavar="N", help="tokens; default: 32")
-    parser.add_argument("--prompts", type=count, default=20, metavar="N", help="and pairs; default: 20")
+    parser.count("--shared", 1024, "tokens")
+    parser.count("--own", 32, "tokens")
+    parser.count("--prompts", 20, "and pairs", least=2, most=10_000)
     add_options(parser, draws=False)
     options = parser.parse_args(arguments)
     decoder = byte_model.load(parser, options.checkpoint)
@@ -203,8 +165,7 @@ def main(arguments: list[str] | None = None) -> int:
         "few_shot": NO_DATA if questions is None else time_few_shot(decoder, questions),
         "bars": [at_least("first token of a second prompt, times sooner", made_up["ratio"], BAR)],
     }
-    deliver(report, options, show)
-    return 0
+    return deliver(report, options, show)
 
 
 if __name__ == "__main__":

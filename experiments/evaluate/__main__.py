@@ -8,13 +8,9 @@ Answer:  of eight-shot GSM8K contexts 94% are found, and an item takes 2.4 times
 Record:  experiments/results/evaluate.json
 
 Multiple choice with the small model: a context and four choices, of which one belongs to it and three to
-other items. The right one should be the most likely: in sum, or per byte.
-  8-shot GSM8K   a question behind eight worked ones, the same for all; choices are worked answers
-  HumanEval      a problem, and nothing before it; choices are solutions
-  source         a piece of held-out source behind another, the same for all; choices are the next bytes
-`kv.score` computes a context once for its choices, which are forks of it, and the prefix cache what contexts
-have in common once for all items. The first items of each task are also scored without a prefix cache, and
-each choice alone behind its whole context. Without --data or KVCACHE_DATA_DIR there is source alone.
+other items. The right one should be the most likely: in sum, or per byte. `kv.score` computes a context once
+for its choices, which are forks of it, and the prefix cache what contexts have in common once for all items.
+Without --data or KVCACHE_DATA_DIR there is source alone.
 
 With --results a line is added to the file for each item as soon as it is scored. The same command again
 computes what is missing, and no item twice: a run that was killed, at any time, ends with the results of one
@@ -37,7 +33,7 @@ import kvcache_jax as kv
 from experiments.common import byte_model, command, corpus
 from experiments.common.command import InputError
 from experiments.common.progress import progress
-from experiments.common.report import add_options, at_least, at_most, deliver, show_bars, show_provenance
+from experiments.common.report import add_options, at_least, at_most, deliver, framed
 from experiments.common.timing import show_records
 from experiments.evaluate.items import BLOCK_SIZE, NUM_CHOICES, Task, grade_school, programs, source
 from models.decoder import Decoder, cache_config, forward
@@ -47,14 +43,8 @@ class Results:
     """Results by the id of their request; all of them are in the file as soon as `add` returns.
 
     The first line says what the results depend on, and another run's file is refused. A line that a kill cut
-    short is taken off, and its request is answered again: a line is a result if it ends.
-
-    Args:
-      path: Of the file, which is made where it is missing. None: results are kept in memory alone.
-      settings: What they depend on, as JSON has it.
-
-    Raises:
-      InputError: the file is another run's, or no such file, or cannot be written.
+    short is taken off, and its request is answered again: a line is a result if it ends. Without a path they
+    are kept in memory alone.
     """
 
     def __init__(self, path: Path | None, settings: dict[str, Any]):
@@ -108,23 +98,12 @@ def _difference(found: Any, expected: dict[str, Any]) -> str:
 
 
 class Scorer:
-    """A model and the cache that it goes on with; its programs are compiled.
-
-    Args:
-      decoder: Of bytes.
-      longest: Bytes of a context and choice together, at most.
-      has_prefix_cache: Whether what contexts have in common is computed once.
-    """
+    """A model and the cache that it goes on with; its programs are compiled, for up to `longest` bytes."""
 
     def __init__(self, decoder: Decoder, longest: int, *, has_prefix_cache: bool):
         self._decoder = decoder
-        self._config = cache_config(
-            decoder.config,
-            block_size=BLOCK_SIZE,
-            max_seqs=1 + NUM_CHOICES,
-            max_seq_len=-(-longest // BLOCK_SIZE) * BLOCK_SIZE,
-            enable_prefix_caching=has_prefix_cache,
-        )
+        sizes = dict(block_size=BLOCK_SIZE, max_seqs=1 + NUM_CHOICES, max_seq_len=longest)
+        self._config = cache_config(decoder.config, **sizes, enable_prefix_caching=has_prefix_cache)
         self._cache = kv.init(self._config)
         # Prompts of a few tokens and of many have programs of their own.
         for length in (1, min(longest - 2, 300)):
@@ -134,8 +113,7 @@ class Scorer:
     def score(self, context: bytes, choices: Sequence[bytes]) -> dict[str, Any]:
         """Scores choices of one context, which is computed once for all of them.
 
-        Returns:
-          `sums`, the log-likelihood of each; `cached` and `computed`, bytes; `seconds`.
+        `sums` are the log-likelihoods; `cached` and `computed` count bytes.
         """
         start = time.perf_counter()
         lists = [list(choice) for choice in choices]
@@ -168,9 +146,7 @@ def evaluate(
     if not waiting:
         return
     longest = max(task.longest for task in tasks)
-    cached = Scorer(decoder, longest, has_prefix_cache=True)
-    plain = None
-    before = None
+    cached, plain, before = Scorer(decoder, longest, has_prefix_cache=True), None, None
     for task, i, item in waiting:
         if task is not before and task.prefix:  # so that all of its items find it, in this process as in any
             cached.score(task.prefix, [])
@@ -202,10 +178,11 @@ def summary(task: Task, results: Results) -> dict[str, Any]:
     """Sums up the results of a task, of this run and of those before it."""
     found: list[dict[str, Any]] = [results[item.id] for item in task.items]
     compared = [result for result in found if "uncached" in result]
-    num_context = sum(result["context"] for result in found)
-    alone = [
-        NUM_CHOICES * result["context"] + sum(length - 1 for length in result["lengths"]) for result in found
-    ]
+
+    def total(name: str, records: Sequence[dict[str, Any]] = found) -> Any:
+        return sum(record[name] for record in records)
+
+    num_context, num_cached = total("context"), total("cached")
     differences = [
         abs(a - b) / length
         for result in compared
@@ -218,34 +195,29 @@ def summary(task: Task, results: Results) -> dict[str, Any]:
         "mean_context": num_context / len(found),
         "accuracy_per_byte": sum(is_right(result, per_byte=True) for result in found) / len(found),
         "accuracy": sum(is_right(result, per_byte=False) for result in found) / len(found),
-        "hit_rate": sum(result["cached"] for result in found) / num_context,
+        "hit_rate": num_cached / num_context,
         # Of each item's context all but the prefix is its own.
-        "prefix_computed": num_context
-        - sum(result["cached"] for result in found)
-        - sum(len(item.own) for item in task.items),
-        "computed": sum(result["computed"] for result in found),
-        "computed_uncached": sum(result["computed"] + result["cached"] for result in found),
-        "computed_alone": sum(alone),
-        "seconds": sum(result["seconds"] for result in found),
+        "prefix_computed": num_context - num_cached - sum(len(item.own) for item in task.items),
+        "computed": total("computed"),
+        "computed_uncached": total("computed") + num_cached,
+        "computed_alone": NUM_CHOICES * num_context + sum(n - 1 for each in found for n in each["lengths"]),
+        "seconds": total("seconds"),
         "compared": len(compared),
         "seconds_compared": {
-            "cached": sum(result["seconds"] for result in compared),
-            "uncached": sum(result["uncached"]["seconds"] for result in compared),
-            "alone": sum(result["alone"]["seconds"] for result in compared),
+            "cached": total("seconds", compared),
+            **{way: total("seconds", [each[way] for each in compared]) for way in ("uncached", "alone")},
         },
         "difference": max(differences, default=0.0),
     }
 
 
 def bars_of(tasks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What must hold, beside what was measured."""
     bars = []
     for task in tasks:
         name = task["task"]
         if task["prefix"]:
-            bars.append(
-                at_most(f"{name}: bytes of the prefix that items computed", task["prefix_computed"], 0)
-            )
+            what = f"{name}: bytes of the prefix that items computed"
+            bars.append(at_most(what, task["prefix_computed"], 0))
         if task["compared"]:
             times, least = task["seconds_compared"], 2 if task["prefix"] else 1.5
             ratio, off = times["alone"] / times["cached"], task["difference"]
@@ -274,17 +246,15 @@ SAVED = {
 }
 
 
+@framed
 def show(report: dict[str, Any]) -> None:
-    """Prints a report, the object of `--json`, as tables."""
     tasks = report["tasks"]
-    show_provenance(report)
     print(
         f"{report['model']}, seed {report['seed']}; {report['found']} results of {report['items']} were there"
     )
     show_records("four choices, by log-likelihood; by chance 25% are right", RIGHT, tasks)
     num = max(task["compared"] for task in tasks)
     show_records(f"what sharing saves; times of the first {num} items of a task", SAVED, tasks)
-    show_bars(report)
 
 
 def _times(task: dict[str, Any], way: str) -> str:
@@ -311,11 +281,12 @@ def main(arguments: list[str] | None = None) -> int:
     with parser.refusing():
         tasks = tasks_of(options)
         results = Results(options.results, settings_of(options, tasks))
-    num_items = sum(len(task.items) for task in tasks)
+    num_items, scored = (
+        sum(len(task.items) for task in tasks),
+        evaluate(decoder, tasks, results, NUM_COMPARED),
+    )
     with progress("items", num_items, every=8) as tell:
-        for num_done, result in enumerate(
-            evaluate(decoder, tasks, results, NUM_COMPARED), results.num_found + 1
-        ):
+        for num_done, result in enumerate(scored, results.num_found + 1):
             tell(num_done, result["id"])
     summaries = [summary(task, results) for task in tasks]
     report = {
@@ -326,12 +297,10 @@ def main(arguments: list[str] | None = None) -> int:
         "tasks": summaries,
         "bars": bars_of(summaries),
     }
-    deliver(report, options, show)
-    return 0
+    return deliver(report, options, show)
 
 
 def tasks_of(options: Any) -> list[Task]:
-    """Makes the tasks that there is data for."""
     tasks = [source(options.items, options.seed)]
     if options.data is not None:
         files = options.data, options.items, options.seed

@@ -20,13 +20,9 @@ NUM_CHOICES = 4
 
 
 class Item(NamedTuple):
-    """A question.
+    """A question: its context after the task's prefix is `own`, and choice `right` belongs to it.
 
-    Attributes:
-      id: Names it, in any run with the same settings.
-      own: Bytes of the context behind the task's prefix.
-      choices: Bytes of each.
-      right: The one that belongs to the context.
+    `id` names it in any run with the same settings.
     """
 
     id: str
@@ -36,13 +32,7 @@ class Item(NamedTuple):
 
 
 class Task(NamedTuple):
-    """Items whose contexts begin alike.
-
-    Attributes:
-      name: As printed.
-      prefix: Bytes that all contexts begin with, whole blocks.
-      items: Items.
-    """
+    """Items whose contexts begin alike, with a prefix of whole blocks."""
 
     name: str
     prefix: bytes
@@ -55,22 +45,14 @@ class Task(NamedTuple):
 
 
 def grade_school(folder: Path, num: int, seed: int) -> Task:
-    """Questions of GSM8K behind eight worked ones; choices are worked answers, three of other questions.
-
-    Raises:
-      InputError: there is no such file, or it has too few examples.
-    """
+    """Questions of GSM8K behind eight worked ones; choices are worked answers, three of other questions."""
     pairs = gsm8k(folder)
     numbered = [Pair(f"{{}}\nQuestion: {ask}\nAnswer:", f" {answer}\n") for ask, answer in pairs[NUM_SHOTS:]]
     return _task("8-shot GSM8K", shots_of(pairs), numbered, "No. {}", num, seed, folder / GSM8K)
 
 
 def programs(folder: Path, num: int, seed: int) -> Task:
-    """Problems of HumanEval, which have no prefix in common; choices are solutions, three of other problems.
-
-    Raises:
-      InputError: likewise.
-    """
+    """Problems of HumanEval, which have no prefix in common; choices are solutions, one of them its own."""
     numbered = [Pair(f"{{}}\n{prompt}", solution) for prompt, solution in human_eval(folder)]
     return _task("HumanEval", "", numbered, "# No. {}", num, seed, folder / HUMAN_EVAL)
 
@@ -99,9 +81,7 @@ def _task(
             raise InputError(f"{path} has {len(answers)} different answers, expected at least {NUM_CHOICES}")
         right = int(rng.integers(NUM_CHOICES))
         answers.insert(right, answers.pop(0))
-        own = pairs[i].text.replace("{}", number.format(i), 1)
-        items.append(
-            Item(f"{name} {i}", own.encode(code), tuple(answer.encode(code) for answer in answers), right)
-        )
+        own = pairs[i].text.replace("{}", number.format(i), 1).encode(code)
+        items.append(Item(f"{name} {i}", own, tuple(answer.encode(code) for answer in answers), right))
     padding = -len(prefix.encode(code)) % BLOCK_SIZE
     return Task(name, prefix.encode(code) + b"\n" * padding, items)

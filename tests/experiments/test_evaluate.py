@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from experiments.common import byte_model
 from experiments.common.command import InputError
@@ -23,16 +22,10 @@ from experiments.evaluate.__main__ import Results
 from experiments.evaluate.items import BLOCK_SIZE, Item, Task
 from experiments.train.bits_per_byte import empty_cache, losses
 from models import checkpoint
-from models.decoder import Decoder
 from tests.experiments import tiny
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 TINY = tiny.config(**tiny.ONE_LAYER, max_seq_len=512)
-
-
-@pytest.fixture(scope="module")
-def decoder():
-    return Decoder(TINY, rngs=nnx.Rngs(0))
 
 
 @pytest.fixture

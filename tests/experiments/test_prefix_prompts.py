@@ -41,10 +41,9 @@ def lengths(prompts):
 
 
 @pytest.mark.slow
-def test_second_prompts_and_later_questions_find_what_is_shared(folder, data, prompts, lengths, capsys):
+def test_second_prompts_and_later_questions_find_what_is_shared(folder, data, prompts, lengths, report_of):
     arguments = ["--checkpoint", str(folder), *lengths, "--prompts", "3"]
-    assert prefix_prompts.main([*arguments, "--data", str(data), "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
+    report = report_of(prefix_prompts, *arguments, "--data", data)
     made_up = report["made_up"]
     longest = max(map(len, prompts))
     num_cached = (longest - 5) // 16 * 16
