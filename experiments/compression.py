@@ -7,11 +7,9 @@ Answer:  SnapKV keeps an eighth of the tokens for 0.015 bits per byte on running
   0.44 of 0.51 bits: what a scorer did not expect is gone.
 Record:  experiments/results/compression.json, docs/compression.png.
 
-The small model, float32, reads 768 bytes each of twelve held-out files. Of every layer and head a share of
-the tokens is kept, by each scorer, and the next 256 bytes are scored: bits per byte added. "none" keeps no
-token of the prompt. The copy task reads 224 bytes and scores the same bytes again but the first: what is lost
-there is what the next question would have asked for. Every layer is a group of its own, so that the budgets
-of PyramidKV may differ by layer; the others keep the same number in each.
+Of every layer and head a share of the tokens is kept, by each scorer, and the next bytes are scored. The copy
+task reads 224 bytes and scores the same bytes again: what is lost there is what the next question would have
+asked for. Every layer is a group of its own, so that the budgets of PyramidKV may differ by layer.
 """
 
 import functools
@@ -25,7 +23,7 @@ import numpy as np
 
 import kvcache_jax as kv
 from experiments.common import command, quality, timing
-from experiments.common.report import at_least, at_most, figure, show_bars, show_provenance
+from experiments.common.report import at_least, at_most, figure, framed
 from experiments.decode_speed import dense_decoder
 from kvcache_jax.compression.scorers import scorers as token_scorers
 from models.decoder import Decoder
@@ -46,14 +44,9 @@ def empty_cache(decoder: Decoder, num_rows: int) -> kv.Cache:
         kv.FullAttention(config.num_kv_heads, config.head_dim, num_blocks=num_blocks + i)
         for i in range(config.num_layers)
     ]
-    cache_config = kv.CacheConfig(
-        layers,
-        max_seqs=num_rows,
-        block_size=BLOCK_SIZE,
-        max_seq_len=PROMPT + REST,
-        extras=[kv.compression.Dropping()],
-    )
-    cache, admission = kv.allocate(kv.init(cache_config), np.arange(num_rows), [0] * num_rows)
+    sizes: Any = dict(max_seqs=num_rows, block_size=BLOCK_SIZE, max_seq_len=PROMPT + REST)
+    empty = kv.init(kv.CacheConfig(layers, **sizes, extras=[kv.compression.Dropping()]))
+    cache, admission = kv.allocate(empty, np.arange(num_rows), [0] * num_rows)
     kv.raise_for_status(admission.status, "allocate")
     return cache
 
@@ -74,20 +67,16 @@ def _read(
 
     def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         nonlocal cache
-        rope, dim = decoder.config.layer_ropes[layer], decoder.config.rope_dim
+
+        def turned(x: jax.Array, at: jax.Array) -> jax.Array:
+            return rotate(x, rotation(decoder.config.layer_ropes[layer], decoder.config.rope_dim, at))
+
         cache = kv.write(cache, layer, k, v, step)
+        unturned = turned(q, -step.positions)
         for name in scorers:
-            unturned = rotate(q, rotation(rope, dim, -step.positions))
-            queries = kv.compression.future_queries(
-                unturned,
-                is_query,
-                lambda x, at: rotate(x, rotation(rope, dim, at)),
-                step.context_len,
-            )
-            key = jax.random.key(layer)
-            scores[name].append(
-                kv.compression.token_scores(cache, layer, q, step, name, key=key, queries=queries)
-            )
+            queries = kv.compression.future_queries(unturned, is_query, turned, step.context_len)
+            more = {"key": jax.random.key(layer), "queries": queries}
+            scores[name].append(kv.compression.token_scores(cache, layer, q, step, name, **more))
         cache, out = kv.attend(cache, layer, q, step)
         assert isinstance(out, jax.Array)  # no log-sum-exp was asked for
         return out
@@ -103,11 +92,7 @@ compress = jax.jit(kv.compression.compress)
 class Study:
     """Rows that have read a prompt, and what they make of its continuation once some tokens are gone.
 
-    Attributes:
-      prompt_len: Tokens that each row has read.
-      cache: Where they are.
-      scores: By scorer f32[n, layers, heads, S].
-      seconds: By what was done, each time that it took.
+    `scores` are f32[n, layers, heads, S] by scorer, `seconds` what each thing took each time.
     """
 
     def __init__(self, decoder: Decoder, prompts: np.ndarray, rest: np.ndarray, targets: np.ndarray):
@@ -140,10 +125,8 @@ class Study:
         num_layers, num_keep = self.decoder.config.num_layers, round(share * self.prompt_len)
         budgets = np.full((self.num_rows, num_layers), num_keep, np.int32)
         if name == PYRAMID:
-            each = np.full(self.num_rows, num_keep)
-            budgets = kv.compression.pyramid_budgets(
-                each, num_layers, WINDOW, np.full(self.num_rows, self.prompt_len)
-            )
+            keep, lens = (np.full(self.num_rows, num) for num in (num_keep, self.prompt_len))
+            budgets = kv.compression.pyramid_budgets(keep, num_layers, WINDOW, lens)
         scores = self.scores["snapkv" if name == PYRAMID else name]
         start = time.perf_counter()
         cache, status = compress(self.cache, np.arange(self.num_rows), scores, np.asarray(budgets))
@@ -162,7 +145,7 @@ def measure(study: Study) -> dict[str, Any]:
     """Bits per byte of all scorers and shares, added to what the whole prompt gives."""
     study.bits(study.cache, FULL)  # compiles
     full = study.bits(study.cache, FULL)
-    added = {NONE: float((study.bits(study.without_prompt(), NONE) - full).mean())}
+    none_added = float((study.bits(study.without_prompt(), NONE) - full).mean())
     records = []
     for name in names():
         for share in SHARES:
@@ -174,15 +157,12 @@ def measure(study: Study) -> dict[str, Any]:
                 group.num_blocks - int(kv.num_available_blocks(cache, group=g))
                 for g, group in enumerate(cache.config.groups)
             ]
-            records.append(
-                {"scorer": name, "share": share, "bits_added": float(each.mean()), "of_each": each.tolist()}
-                | {"blocks": num_used}
-            )
-    return {"bits_per_byte": float(full.mean()), "none_added": added[NONE], "records": records}
+            added = {"bits_added": float(each.mean()), "of_each": each.tolist(), "blocks": num_used}
+            records.append({"scorer": name, "share": share} | added)
+    return {"bits_per_byte": float(full.mean()), "none_added": none_added, "records": records}
 
 
 def bars_of(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """What must hold, beside what was measured."""
     added = {(r["scorer"], r["share"]): r for r in report["continuation"]["records"]}
     snapkv, chance = (added[name, 0.125]["bits_added"] for name in ("snapkv", "random"))
     expected = report["num_rows"] * -(-round(PROMPT / 8) // BLOCK_SIZE)
@@ -199,9 +179,8 @@ def bars_of(report: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
+@framed
 def show(report: dict[str, Any]) -> None:
-    """Prints a report, the object of `--json`, as tables."""
-    show_provenance(report)
     for what, title in (
         ("continuation", f"{PROMPT} bytes read, {REST} scored"),
         ("copy", f"{COPIED} bytes read, the same {COPIED} scored"),
@@ -220,12 +199,10 @@ def show(report: dict[str, Any]) -> None:
         timing.show_table(show_title, header, rows)
     rows = [[name, f"{median:.2f} s"] for name, median in report["times"].items()]
     timing.show_table(f"time, {report['num_rows']} rows, all layers", ["", "median"], rows)
-    show_bars(report)
 
 
 @figure((10, 4), 1, 2)
 def draw(report: dict[str, Any], *panels: Any) -> None:
-    """Two panels: bits per byte added by the share kept, of what follows and of the copy task."""
     titles = f"the next {REST} bytes after {PROMPT}", f"{COPIED} bytes again"
     for axes, what, title in zip(panels, ("continuation", "copy"), titles, strict=True):
         for i, name in enumerate(names()):

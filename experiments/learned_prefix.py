@@ -10,10 +10,7 @@ Record:  experiments/results/learned_prefix.json.
 The decoder stays as it is. What is learned are the keys and values of PREFIX_LEN tokens that nobody wrote
 (prefix tuning): in every step they are appended to one row of an empty cache, that row is forked to the rows
 of the batch, each row copies the last, shared block when it extends by its own tokens, and the gradient comes
-back through all of that. They start as what the cache keeps of a piece of the text (`kv.gather`).
-
-The text is held-out source of the standard library in capital letters, which the model has hardly seen. What
-is measured was not trained on, by model or prefix.
+back through all of that. The text is held-out source in capital letters, which the model has hardly seen.
 """
 
 import functools
@@ -29,7 +26,7 @@ import optax
 
 import kvcache_jax as kv
 from experiments.common import byte_model, command, corpus, timing
-from experiments.common.report import add_options, at_most, deliver, show_bars, show_provenance
+from experiments.common.report import add_options, at_most, deliver, framed
 from experiments.decode_speed import dense_decoder
 from experiments.train import bits_per_byte
 from models.decoder import Decoder, DecoderConfig, cache_config, forward
@@ -62,14 +59,9 @@ def empty_cache(config: DecoderConfig, prefix_len: int, num_rows: int, length: i
     """Row 0 is for the prefix; as many blocks as the batch needs when the others share it."""
     shared, prefix_blocks = prefix_len // BLOCK_SIZE, -(-prefix_len // BLOCK_SIZE)
     own_blocks = -(-(prefix_len + length) // BLOCK_SIZE) - shared
-    sizes = cache_config(
-        config,
-        max_seqs=1 + num_rows,
-        block_size=BLOCK_SIZE,
-        num_blocks=prefix_blocks + num_rows * own_blocks,
-        max_seq_len=prefix_len + length,
-    )
-    cache = kv.init(sizes)
+    num_blocks = prefix_blocks + num_rows * own_blocks
+    sizes = dict(max_seqs=1 + num_rows, max_seq_len=prefix_len + length, block_size=BLOCK_SIZE)
+    cache = kv.init(cache_config(config, **sizes, num_blocks=num_blocks))
     return kv.allocate(cache, [0], [prefix_len])[0]
 
 
@@ -158,6 +150,10 @@ def measure(decoder: Decoder, num_steps: int) -> dict:
     nothing = bits_per_byte.empty_cache(decoder.config, NUM_ROWS, LENGTH)
     with_prefix, without = jax.jit(losses), jax.jit(bits_per_byte.losses)
     bits_without = mean_bits(lambda windows: without(decoder, windows, nothing), held_out)
+
+    def bits_behind(prefix: Prefix) -> float:
+        return mean_bits(lambda windows: with_prefix(prefix, decoder, windows, cache), held_out)
+
     seeds, error = [], 0.0
     for seed in SEEDS:
         windows = jnp.asarray(corpus.windows(learn_from, seed, num_steps, NUM_ROWS, LENGTH))
@@ -165,29 +161,15 @@ def measure(decoder: Decoder, num_steps: int) -> dict:
         first = jax.jit(prefix_of)(decoder, windows[0, :PREFIX_LEN])
         error = max(error, gradient_error(decoder, first, windows, cache)) if seed == SEEDS[0] else error
         prefix, bits = learn(decoder, learn_from, cache, first, seed, num_steps)
-        seeds.append(
-            {
-                "seed": seed,
-                "before": mean_bits(
-                    lambda windows, p=first: with_prefix(p, decoder, windows, cache), held_out
-                ),
-                "after": mean_bits(
-                    lambda windows, p=prefix: with_prefix(p, decoder, windows, cache), held_out
-                ),
-                "training_bits": bits,
-                "seconds": time.perf_counter() - start,
-            }
-        )
+        found = {"seed": seed, "before": bits_behind(first), "after": bits_behind(prefix)}
+        seeds.append(found | {"training_bits": bits, "seconds": time.perf_counter() - start})
     return {"num_steps": num_steps, "without": bits_without, "seeds": seeds, "error": error}
 
 
 def bars_of(measured: dict) -> list[dict]:
-    bars = [("gradient, off the dense reference", measured["error"], 1e-4)]
-    bars += [
-        (f"bits per byte, seed {seed['seed']}", seed["after"], measured["without"])
-        for seed in measured["seeds"]
-    ]
-    return [at_most(*each) for each in bars]
+    after = {f"bits per byte, seed {seed['seed']}": seed["after"] for seed in measured["seeds"]}
+    bars = [at_most(what, bits, measured["without"]) for what, bits in after.items()]
+    return [at_most("gradient, off the dense reference", measured["error"], 1e-4), *bars]
 
 
 COLUMNS = {
@@ -198,12 +180,10 @@ COLUMNS = {
 }
 
 
+@framed
 def show(report: dict) -> None:
-    """Prints a report, the object of `--json`, as tables."""
-    show_provenance(report)
     title = f"bits per byte, capital letters; {report['num_steps']} steps; {report['without']:.3f} without"
     timing.show_records(title, COLUMNS, report["seeds"])
-    show_bars(report)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -213,8 +193,7 @@ def main(arguments: list[str] | None = None) -> int:
     byte_model.add_option(parser)
     options = parser.parse_args(arguments)
     measured = measure(byte_model.load(parser, options.checkpoint), options.steps)
-    deliver(measured | {"bars": bars_of(measured)}, options, show)
-    return 0
+    return deliver(measured | {"bars": bars_of(measured)}, options, show)
 
 
 if __name__ == "__main__":

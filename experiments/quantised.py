@@ -8,18 +8,10 @@ Answer:  int8 holds 1.83 times the rows of bfloat16 in the same bytes and is 1.9
   channel would cost half of what keys per token do at 4 bits, and a third at 2.
 Record:  experiments/results/quantised.json, docs/quantised.png.
 
-The small model, float32, reads 1,024 bytes each of six held-out files. What a format costs is measured with
-every key and value of every layer stored in it, through the cache: KL divergence to float32 (nats a byte) and
-bits per byte added. `kv.memory_bytes` counts bytes per token, scales included, and rows in equal bytes
-follow from them.
-
-Keys per channel are not a format of the library: a step for a group of tokens needs these in full precision
-until the group is full, beside the blocks, and a copy of them at each fork. What that would gain is measured
-by rounding what dense attention reads: keys per token, or per channel in groups of 16 tokens; values per
-token. A group is rounded at once, so its first tokens are read as rounded with those behind them.
-
-A step is timed as `experiments.decode_speed` does it: 8 steps in a jitted scan, rows of 512 tokens at its
-end, the cache donated; the storages take turns.
+Every key and value of every layer is stored in a format, through the cache. Keys per channel are not a format
+of the library: a step for a group of tokens needs these in full precision until the group is full, beside the
+blocks, and a copy of them at each fork. What that would gain is measured by rounding what dense attention
+reads. A group is rounded at once, so its first tokens are read as rounded with the ones after them.
 """
 
 import dataclasses
@@ -34,7 +26,7 @@ from jax import lax
 
 import kvcache_jax as kv
 from experiments.common import command, log_axes, quality, timing
-from experiments.common.report import at_least, at_most, figure, show_bars, show_provenance
+from experiments.common.report import at_least, at_most, figure, framed
 from experiments.common.timing import ms_columns, show_records
 from experiments.decode_speed import dense_decoder
 from experiments.decode_speed.__main__ import Timing
@@ -48,13 +40,7 @@ FLOAT32, BFLOAT16, ROTATED = "float32", "bfloat16", "int4 rotated"
 
 @dataclasses.dataclass(frozen=True)
 class Storage:
-    """A way to store keys and values.
-
-    Attributes:
-      name: As printed.
-      quantise: From a layer's kind to the kind of fewer bits; None for none.
-      dtype: Of the cache.
-    """
+    """A way to store keys and values: the cache's dtype, and from a layer's kind to one of fewer bits."""
 
     name: str
     quantise: Callable[[kv.LayerKind], kv.LayerKind] | None = None
@@ -62,21 +48,14 @@ class Storage:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of `cache_config`."""
         return {"quantise": self.quantise, "dtype": self.dtype}
-
-
-def _quantised(name: str, **options: Any) -> Storage:
-    return Storage(name, functools.partial(kv.Quantised, **options))
 
 
 STORAGES = (
     Storage(FLOAT32),
     Storage(BFLOAT16, dtype=jnp.bfloat16),
-    _quantised("int8", format="int8"),
-    _quantised("fp8", format="fp8"),
-    _quantised("int4", format="int4"),
-    _quantised(ROTATED, format="int4", rotate=True),
+    *(Storage(name, functools.partial(kv.Quantised, format=name)) for name in ("int8", "fp8", "int4")),
+    Storage(ROTATED, functools.partial(kv.Quantised, format="int4", rotate=True)),
 )
 
 
@@ -148,9 +127,9 @@ def _rounded_log_p(
     return lax.map(of_row, tokens)  # one at a time, for the memory of their scores
 
 
-def per_token(x: jax.Array, most: jax.Array) -> jax.Array:
+def per_token(x: jax.Array, most: jax.Array, axis: int = -1) -> jax.Array:
     """Rounds `[b, t, h, d]` to steps 0 to `most` between the least and the greatest number of each vector."""
-    low, high = x.min(axis=-1, keepdims=True), x.max(axis=-1, keepdims=True)
+    low, high = x.min(axis=axis, keepdims=True), x.max(axis=axis, keepdims=True)
     step = jnp.maximum((high - low) / most.astype(x.dtype), 1e-6)
     return jnp.round((x - low) / step) * step + low
 
@@ -162,21 +141,15 @@ def per_channel(x: jax.Array, most: jax.Array) -> jax.Array:
     """
     num_tokens = x.shape[1] - x.shape[1] % GROUP
     groups = x[:, :num_tokens].reshape(x.shape[0], -1, GROUP, *x.shape[2:])
-    low, high = groups.min(axis=2, keepdims=True), groups.max(axis=2, keepdims=True)
-    step = jnp.maximum((high - low) / most.astype(x.dtype), 1e-6)
-    rounded = jnp.round((groups - low) / step) * step + low
-    return jnp.concatenate([rounded.reshape(x[:, :num_tokens].shape), x[:, num_tokens:]], axis=1)
+    rounded = per_token(groups, most, axis=2).reshape(x[:, :num_tokens].shape)
+    return jnp.concatenate([rounded, x[:, num_tokens:]], axis=1)
 
 
 _WAYS = (("as they are", lambda x, most: x), ("per token", per_token), ("per channel", per_channel))
 
 
 def compared(log_p: np.ndarray, exact: np.ndarray, windows: np.ndarray) -> dict[str, Any]:
-    """Compares log-probabilities with exact ones: bits per byte added, and nats of KL divergence to those.
-
-    Returns:
-      "bits_added", its parts "of_each" window, and "kl".
-    """
+    """Compares log-probabilities with exact ones: bits per byte added, of each window too, and KL."""
     targets = windows[:, 1:]
     added = (quality.bits(log_p, targets) - quality.bits(exact, targets)).mean(axis=1)
     kl = quality.kl(log_p, exact).mean()
@@ -205,21 +178,18 @@ STEPS = {
 }
 
 
+@framed
 def show(report: dict) -> None:
-    """Prints a report, the object of `--json`, as tables."""
-    show_provenance(report)
     print(f"{report['model']}, {report['bits_per_byte']:.3f} bits per byte in float32")
     show_records("keys and values of all layers in the cache", STORED, report["storages"])
     show_records("rounded without a cache", ROUNDED, report["roundings"])
     name, num_calls = report["steps"][0]["case"]["name"], report["steps"][0]["num_calls"]
     title = f"a decode step, {name}, ms; {num_calls} rounds of {report['steps_in_a_loop']} steps"
     show_records(title, STEPS, report["steps"])
-    show_bars(report)
 
 
 @figure((10, 4), 1, 2, grid="y")
 def draw(report: dict, formats: Any, keys: Any) -> None:
-    """Two panels: KL by bytes a token, and what rounding keys per token or per channel costs."""
     records = [record for record in report["storages"] if record["kl"] > 0]
     formats.plot([r["bytes_per_token"] for r in records], [r["kl"] for r in records], "o", color="C0")
     for record in records:
@@ -254,7 +224,6 @@ CASE = Case("8 rows of 512 tokens", 512, (512,) * 8)
 
 
 def measure_quality(decoder: Decoder, windows: np.ndarray) -> dict:
-    """Bytes and losses of all storages and roundings."""
     exact = stored_log_p(decoder, windows, STORAGES[0])
     bits_per_byte = float(quality.bits(exact, windows[:, 1:]).mean())
     num_bytes = {storage.name: token_bytes(decoder.config, storage) for storage in STORAGES}
@@ -286,14 +255,10 @@ def measure_steps(decoder: Decoder, case: Case = CASE, num_rounds: int = NUM_ROU
         for timed in timings:
             timed.round()
     of_float32 = timings[0].seconds
-    records = []
-    for timed in timings:
-        records.append(timed.record() | {"times_float32": timing.ratios(timed.seconds, of_float32)})
-    return records
+    return [each.record() | {"times_float32": timing.ratios(each.seconds, of_float32)} for each in timings]
 
 
 def bars_of(found: dict) -> list[dict]:
-    """What must hold, beside what was measured."""
     storages = {record["storage"]: record for record in found["storages"]}
     added = {
         (record["num_bits"], record["keys"]): record["bits_added"]
@@ -301,11 +266,9 @@ def bars_of(found: dict) -> list[dict]:
         if record["values"] == "per token"
     }
     bars = []
-
     for name, least in (("int8", 1.8), ("int4", 3.3)):
-        rows = storages[name]["rows_in_bytes_of_bfloat16"]
         what = f"rows in the bytes of bfloat16, {name}, head_dim {found['head_dim']}"
-        bars.append(at_least(what, rows, least))
+        bars.append(at_least(what, storages[name]["rows_in_bytes_of_bfloat16"], least))
     for name, most in (("int8", 1e-4), ("fp8", 2e-3)):
         bars.append(at_most(f"KL to float32, {name}", storages[name]["kl"], most))
     bars.append(at_most(f"bits per byte added, {ROTATED}", storages[ROTATED]["bits_added"], 0.01))

@@ -7,20 +7,12 @@ Answer:  35 blocks of 16 tokens, and as many bits per byte as by a mask over all
   where its table of 8,192 tokens ends.
 Record:  experiments/results/streaming.json, docs/streaming.png.
 
-The small model, float32, reads 100,000 bytes of held-out files, one behind the other, in one row. Before each
-step `kv.compression.drop` hides what is neither among the first 4 tokens nor among the last 508, and gives
-whole blocks back. A step has 32 tokens, of which the first sees 4 + 508 and the last 31 more: the windows of
-all begin where the first one's does. (`kv.generate(retention=)` has each token see its own window.)
-
-Beside it: the same with the first tokens as near as the window is long
-(`kv.compression.drop(positions="cache")`), as StreamingLLM has them; layers of `SlidingWindow(512)`; full
-attention that holds all, as far as its table goes, 8,192 tokens; and a mask by which each token sees the
-first 4 and the last 508, without a cache, for three of the tenths. What a layer computes of a token depends
-on a window of the layer below, so a tenth needs no more of the text before it than the sinks and a window
-per layer.
-
-The time of a step ends when its losses are on the host. The model was trained on windows of 256 and of 1,024
-bytes, which is what full attention beyond them pays for.
+The small model reads held-out files, one after the other, in one row. Before each step
+`kv.compression.drop` hides what is neither among the first 4 tokens nor among the last 508: the windows of
+all tokens of a step begin where the first one's does. (`kv.generate(retention=)` has each token see its own.)
+Beside it: the same with the first tokens as near as the window is long, as StreamingLLM has them; layers of
+`SlidingWindow(512)`; full attention, as far as its table goes; and a mask by which each token sees the first
+4 and the last 508, without a cache, for three of the tenths.
 """
 
 import dataclasses
@@ -39,7 +31,7 @@ import kvcache_jax as kv
 from experiments.chunks.rows import rotations_of
 from experiments.common import command, corpus, timing
 from experiments.common.quality import run_study
-from experiments.common.report import at_most, figure, show_bars, show_provenance
+from experiments.common.report import at_most, figure, framed
 from experiments.common.timing import show_records, show_table
 from experiments.decode_speed import dense_decoder
 from kvcache_jax.blocks.key_rotation import Rotate
@@ -62,13 +54,8 @@ def read_text(length: int) -> np.ndarray:
 class Side:
     """A cache of one row that reads a text.
 
-    Attributes:
-      name: As printed.
-      max_seq_len: Most tokens that the row holds.
-      streaming: The tokens that stay as the text goes on; None for all, as far as there is room.
-      rotate: Rotates the keys of the sinks, so that they stay as near as the window is long; None to leave
-        them where they are in the text.
-      window: Of every layer; None for none.
+    Of one that is `streaming` some tokens stay as the text goes on; `rotate` has its sinks stay as near as
+    the window is long; `window` is of every layer.
     """
 
     name: str
@@ -78,7 +65,6 @@ class Side:
     window: int | None = None
 
     def config(self, decoder: Decoder) -> kv.CacheConfig:
-        """Of a cache with as many blocks as the row can use."""
         heads = decoder.config.num_kv_heads, decoder.config.head_dim
         layer = kv.SlidingWindow(*heads, window=self.window) if self.window else kv.FullAttention(*heads)
         extras = []
@@ -104,13 +90,7 @@ def streaming_side(streaming: kv.compression.Streaming, rotate: tuple[Rotate, ..
 
 
 class Reading(NamedTuple):
-    """What came of a text, up to where its side could not go on.
-
-    Attributes:
-      bits: f32[tokens], spent on each next byte.
-      seconds: f64[steps].
-      blocks: i32[steps], that the row held.
-    """
+    """What came of a text: bits f32[tokens] of each next byte, seconds f64[steps], blocks held i32[steps]."""
 
     bits: np.ndarray
     seconds: np.ndarray
@@ -204,12 +184,8 @@ def windowed_attention(
 ) -> jax.Array:
     """Attends from each token to the first ones and to a window, by position; a run of queries at a time.
 
-    Args:
-      q: `[t, num_q_heads, d]`, `t` a multiple of the window.
-      k: `[t, num_kv_heads, d]`.
-      v: Likewise.
-      positions: i32[t], in the text: those of the sinks first, then others, which follow one another.
-      streaming: The sinks and the window.
+    q is `[t, num_q_heads, d]`, `t` a multiple of the window. Positions i32[t] in the text are first those of
+    the sinks, then others, which follow one another.
     """
     num_sinks, window = streaming.num_sink_tokens, streaming.window
     group_size, scale = q.shape[1] // k.shape[1], 1 / math.sqrt(q.shape[-1])
@@ -236,9 +212,8 @@ def windowed_attention(
     return runs.reshape(q.shape)
 
 
+@functools.partial(framed, digits=4)
 def show(report: dict) -> None:
-    """Prints a report, the object of `--json`, as tables."""
-    show_provenance(report)
     stream, window, dense, moved = report["sides"]
     header = ["bytes", stream["side"], "sinks move", window["side"], "mask", f"step, {stream['side']}"]
     header += ["step, sinks move", "step, window"]
@@ -251,7 +226,6 @@ def show(report: dict) -> None:
     show_table(title, header, rows)
     show_records(f"{dense['side']}, until there is no more room", DENSE, dense["parts"])
     show_records("blocks", BLOCKS, report["sides"])
-    show_bars(report, digits=4)
 
 
 _time = timing.with_spread(unit_us=1e3, digits=1)
@@ -261,7 +235,6 @@ BLOCKS = {"": "{side}", "tokens read": "{num_read:,}", "most blocks held": "{mos
 
 @figure((10, 4), 1, 2)
 def draw(report: dict, losses: Any, times: Any) -> None:
-    """Two panels over the text: bits per byte, and the time of a step."""
     for i, side in enumerate(report["sides"]):
         middles = [(part["start"] + part["end"]) / 2 for part in side["parts"]]
         style = dict(color=f"C{i}", marker=".", label=side["side"], linestyle="--" if i == 1 else "-")
@@ -338,7 +311,6 @@ def record_of(side: Side, reading: Reading, parts: Sequence[tuple[int, int]]) ->
 
 
 def bars_of(found: dict) -> list[dict]:
-    """What must hold, beside what was measured."""
     stream, window, *_ = found["sides"]
     bits, of_window = ([part["bits_per_byte"] for part in side["parts"]] for side in (stream, window))
     name, other = stream["side"], window["side"]

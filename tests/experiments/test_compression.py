@@ -1,6 +1,5 @@
 """The study of compression: what it scores, what its bars say, and a run of a tiny model."""
 
-import json
 import types
 
 import numpy as np
@@ -32,7 +31,7 @@ def test_bars_can_fail():
 
 
 @pytest.mark.slow
-def test_a_study_of_a_tiny_model(monkeypatch, tmp_path, capsys):
+def test_a_study_of_a_tiny_model(monkeypatch, tmp_path, capsys, report_of):
     """Everything kept adds nothing; blocks are those of the tokens kept; tables and picture are drawn."""
     for name, value in (("NUM_FILES", 2), ("PROMPT", 96), ("REST", 16), ("COPIED", 16), ("WINDOW", 8)):
         monkeypatch.setattr(compression, name, value)
@@ -42,8 +41,7 @@ def test_a_study_of_a_tiny_model(monkeypatch, tmp_path, capsys):
     own = tuple(name for name in compression.token_scorers.names if name != "longest values")
     monkeypatch.setattr(compression, "token_scorers", types.SimpleNamespace(names=own))
     picture = tmp_path / "figure.png"
-    assert compression.main(["--json", "--picture", str(picture)]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = report_of(compression, "--picture", picture)
     compression.show(found)
     assert "96 bytes read, 16 scored" in capsys.readouterr().out and picture.stat().st_size > 10_000
     records = found["continuation"]["records"]

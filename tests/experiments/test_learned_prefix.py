@@ -1,14 +1,12 @@
 """A prefix learned through the cache: gradients equal a dense reference, memory stays, the loss falls."""
 
 import dataclasses
-import json
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 pytest.importorskip("optax")
 
@@ -16,7 +14,6 @@ import kvcache_jax as kv
 from experiments import learned_prefix
 from experiments.common import byte_model
 from experiments.learned_prefix import Prefix
-from models.decoder import Decoder
 from tests.experiments import tiny
 
 pytestmark = pytest.mark.slow
@@ -24,11 +21,6 @@ pytestmark = pytest.mark.slow
 TINY = tiny.config(head_dim=4)
 PREFIX_LEN, NUM_ROWS, LENGTH = 19, 3, 14  # the prefix ends within its second block, the rows in their third
 TEXT = np.frombuffer(b"THE QUICK BROWN FOX. " * 20, np.uint8)
-
-
-@pytest.fixture(scope="module")
-def decoder():
-    return Decoder(TINY, rngs=nnx.Rngs(0))
 
 
 @pytest.fixture(scope="module")
@@ -104,13 +96,12 @@ def test_the_text_to_measure_on_is_not_learned_from():
     assert len(held_out) > 10_000 and bytes(held_out[:5000]) not in bytes(learn_from)
 
 
-def test_the_command_reports_what_it_measured(monkeypatch, capsys, decoder):
+def test_the_command_reports_what_it_measured(monkeypatch, capsys, report_of, decoder):
     seeds = [{"seed": seed, "before": 2.1, "after": 1.9 + seed / 10, "seconds": 1.0} for seed in range(3)]
     measured = {"num_steps": 7, "without": 2.0, "seeds": seeds, "error": 1e-6}
     monkeypatch.setattr(byte_model.checkpoint, "load", lambda folder, dtype: decoder)
     monkeypatch.setattr(learned_prefix, "measure", lambda decoder, num_steps: measured)
-    assert learned_prefix.main(["--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
+    report = report_of(learned_prefix)
     assert [bar["holds"] for bar in report["bars"]] == [True, True, True, False]
     assert {**report, **measured} == report
     assert learned_prefix.main([]) == 0

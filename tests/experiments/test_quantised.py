@@ -1,28 +1,19 @@
 """The study of quantised caches: its bytes, losses and roundings are right, its verdicts can fail."""
 
-import json
 import math
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from experiments import quantised
 from experiments.common import byte_model, corpus, quality
 from experiments.decode_speed.sides import Case
 from experiments.quantised import GROUP, ROTATED, STORAGES, Rounding
-from models.decoder import Decoder
 from tests.experiments import tiny
 
 TINY = tiny.config()
 LENGTH = 21
-
-
-@pytest.fixture(scope="module")
-def decoder():
-    return Decoder(TINY, rngs=nnx.Rngs(0))
 
 
 @pytest.fixture(scope="module")
@@ -104,12 +95,10 @@ def test_steps_are_timed_with_every_storage(decoder):
         assert 0 < low <= median <= high and record["num_calls"] == 2
 
 
-def test_the_command_reports_what_it_measured(monkeypatch, capsys, decoder):
-    results = Path(quantised.__file__).parent / "results"
-    record = json.loads((results / "quantised.json").read_text())
+def test_the_command_reports_what_it_measured(monkeypatch, report_of, recorded, decoder):
+    record = recorded("quantised")
     monkeypatch.setattr(byte_model.checkpoint, "load", lambda folder, dtype: decoder)
     monkeypatch.setattr(quantised, "measure_quality", lambda decoder, windows: record)
     monkeypatch.setattr(quantised, "measure_steps", lambda decoder: record["steps"])
-    assert quantised.main(["--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = report_of(quantised)
     assert [bar["holds"] for bar in found["bars"]] == [True] * 8 and found["head_dim"] == TINY.head_dim

@@ -1,8 +1,5 @@
 """The study of a text in fixed memory: what each side sees is right, and its verdicts can fail."""
 
-import json
-from pathlib import Path
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,11 +16,6 @@ from tests.support.dense_reference import dense_attention
 
 TINY = tiny.config()
 KEPT = kv.compression.Streaming(window=16, num_sink_tokens=3)
-
-
-@pytest.fixture(scope="module")
-def decoder():
-    return Decoder(TINY, rngs=nnx.Rngs(0))
 
 
 def test_the_text_is_held_out_files_one_behind_the_other():
@@ -113,10 +105,8 @@ def test_parts_are_cut_at_what_was_read():
     assert [part["end"] for part in early["parts"]] == [*range(10, 101, 10)]
 
 
-def test_the_command_reports_what_it_measured(monkeypatch, capsys, decoder):
-    results = Path(streaming.__file__).parent / "results"
-    record = json.loads((results / "streaming.json").read_text())
+def test_the_command_reports_what_it_measured(monkeypatch, report_of, recorded, decoder):
+    record = recorded("streaming")
     monkeypatch.setattr(byte_model.checkpoint, "load", lambda folder, dtype: decoder)
     monkeypatch.setattr(streaming, "measure", lambda decoder, text: record)
-    assert streaming.main(["--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["bars"] == record["bars"]
+    assert report_of(streaming)["bars"] == record["bars"]
