@@ -64,7 +64,6 @@ def turn(engine: kv.Engine, prompts: np.ndarray) -> dict[str, float]:
 
 
 def measure(num_requests: int, num_turns: int) -> list[dict[str, Any]]:
-    """Has all engines take turns."""
     rng, engines = np.random.default_rng(0), {case: make_engine(*case) for case in BARS}
     for engine in engines.values():
         turn(engine, rng.integers(0, VOCAB, (num_requests, PROMPT_LEN)))
@@ -90,22 +89,18 @@ def main(arguments: list[str] | None = None) -> int:
     add_options(parser, draws=False)
     options = parser.parse_args(arguments)
     records = measure(options.requests, options.turns)
-    bars = [
-        at_most(
-            f"{record['policy']}, rows of {record['max_seq_len']:,} tokens: us per step",
-            record["median_us"],
-            BARS[record["policy"], record["max_seq_len"]],
-        )
-        for record in records
-    ]
+    bars = []
+    for record in records:
+        policy, length = record["policy"], record["max_seq_len"]
+        what = f"{policy}, rows of {length:,} tokens: us per step"
+        bars.append(at_most(what, record["median_us"], BARS[policy, length]))
     columns = {
         "policy": "{policy}",
         "tokens of a row": "{max_seq_len:,}",
         "us per step": timing.with_spread(),
         "admitted per step": "{admitted:.2f}",
     }
-    deliver({"records": records, "bars": bars}, options, table("median (p10 - p90)", columns))
-    return 0
+    return deliver({"records": records, "bars": bars}, options, table("median (p10 - p90)", columns))
 
 
 if __name__ == "__main__":

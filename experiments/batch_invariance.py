@@ -10,11 +10,7 @@ Record:  experiments/results/batch_invariance.json
 
 Copies of one prompt go through an engine in a random order among as many other requests, of other lengths, so
 that each is computed in other company, in other pieces, and some are preempted and computed again. Without a
-prefix cache, or all copies would share the first one's keys and values. Once by an engine as it is by
-default, once by one with `batch_invariant=True`, in turns; a first round compiles, and is not timed.
-
-Then log-probabilities that were reported with sampled tokens are asked for again: of the same engine, with
-the tokens before each as a prompt, and of the forward pass of training, all tokens at once.
+prefix cache, or all copies would share the first one's keys and values.
 """
 
 import dataclasses
@@ -28,7 +24,7 @@ import numpy as np
 
 import kvcache_jax as kv
 from experiments.common import command, corpus, timing
-from experiments.common.report import add_options, at_most, deliver, show_bars, show_provenance
+from experiments.common.report import add_options, at_most, deliver, framed
 from experiments.train.bits_per_byte import empty_cache, losses
 from models import checkpoint
 from models.decoder import Decoder, cache_config, forward
@@ -50,14 +46,7 @@ Answers = dict[Any, tuple[list[int], list[float]]]
 class Mode:
     """What an engine answered to equal requests.
 
-    Attributes:
-      name: Of the mode.
-      seconds: For all requests.
-      num_tokens: Computed, of prompts and of answers.
-      num_preemptions: Rows that gave way.
-      num_answers: Distinct answers to the copies.
-      num_bits: Distinct answers, log-probabilities compared bit by bit.
-      first_split: The first token at which two answers differ; None for one answer.
+    `num_bits` counts answers whose log-probabilities differ by a bit too; at token `first_split` two part.
     """
 
     name: str
@@ -94,15 +83,9 @@ def requests_of(data: np.ndarray, num_copies: int) -> list[kv.GenerationRequest]
     requests = [kv.GenerationRequest(prompt, NUM_NEW, id=("copy", i)) for i in range(num_copies)]
     for i in range(num_copies):
         start, length = int(rng.integers(len(data) - MAX_LEN)), int(rng.integers(1, MAX_LEN - NUM_NEW))
-        max_new = int(rng.integers(1, NUM_NEW + 1))
-        requests.append(
-            kv.GenerationRequest(
-                data[start : start + length].tolist(),
-                max_new,
-                id=i,
-                sampling=kv.decoding.SamplingParams(temperature=i % 2, seed=i),
-            )
-        )
+        max_new, other = int(rng.integers(1, NUM_NEW + 1)), data[start : start + length].tolist()
+        sampling = kv.decoding.SamplingParams(temperature=i % 2, seed=i)
+        requests.append(kv.GenerationRequest(other, max_new, id=i, sampling=sampling))
     return [requests[i] for i in rng.permutation(len(requests))]
 
 
@@ -147,12 +130,7 @@ def _mode(name: str, engine: kv.Engine, before: dict, seconds: float, found: Ans
 def score_again(
     decoder: Decoder, engine: kv.Engine, requests: Sequence[kv.GenerationRequest], found: Answers
 ) -> dict[str, float]:
-    """Asks again for the log-probabilities of sampled tokens.
-
-    Returns:
-      Tokens that were scored; those whose bits the engine says again; the largest difference from the
-      forward pass of training.
-    """
+    """Asks the engine again for the log-probabilities of sampled tokens, and the forward pass of training."""
     sampled = [request for request in requests if request.sampling.temperature > 0][:NUM_SCORED]
     parts, said = [], {}
     largest = 0.0
@@ -178,18 +156,14 @@ _losses = jax.jit(losses)
 
 
 def bars_of(default: Mode, invariant: Mode, scores: dict[str, float]) -> list[dict]:
-    """What must hold, and whether it does."""
     ratio, largest = invariant.seconds / default.seconds, scores["largest_difference"]
+    num_unequal = scores["num_tokens"] - scores["num_equal"]
     return [
         at_most("distinct answers to the bit, batch-invariant", invariant.num_bits, 1),
-        at_most("tokens whose log-probability the engine says otherwise", _num_unequal(scores), 0),
+        at_most("tokens whose log-probability the engine says otherwise", num_unequal, 0),
         at_most("time, in times of the default", ratio, MOST_RATIO),
         at_most("difference from the forward pass of training", largest, MOST_DIFFERENCE),
     ]
-
-
-def _num_unequal(scores: dict[str, float]) -> float:
-    return scores["num_tokens"] - scores["num_equal"]
 
 
 MODES = {
@@ -203,17 +177,14 @@ MODES = {
 }
 
 
+@framed
 def show(report: dict) -> None:
-    """Prints a report, the object of `--json`, as tables."""
-    show_provenance(report)
     title = f"{report['copies']} copies of a prompt among as many others"
     timing.show_records(title, MODES, report["modes"])
     print(f"  {report['scores']['num_tokens']} tokens scored again")
-    show_bars(report)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measures, prints, and says by its exit code whether all bars hold."""
     parser = command.Parser("experiments.batch_invariance", __doc__)
     parser.count("--copies", 1000, least=2)
     add_options(parser, draws=False)
@@ -232,7 +203,7 @@ def main(arguments: list[str] | None = None) -> int:
         "bars": bars_of(default, invariant, scores),
     }
     deliver(report, options, show)
-    return 0 if all(bar["holds"] for bar in report["bars"]) else 1
+    return int(not all(bar["holds"] for bar in report["bars"]))
 
 
 if __name__ == "__main__":

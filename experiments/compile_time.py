@@ -3,15 +3,12 @@
 Command: python -m experiments.compile_time [--repeats N] [--no-demo] [--json]
 Machine: 2 cores of an AMD EPYC; jax 0.12.0
 Answer:  0.87 s for a decode step of 6 equal layers, 0.87 for 24 and 0.89 for 48: depth costs nothing, for
-  layers are scanned (unrolled they took 1.10, 2.33 and 4.28). 1.97 s for 24 layers of which every sixth is
-  another kind than the rest. An operation takes 0.03 to 1.4 s, `commit` longest, and is one program, but
-  for `init` and `attention`, which are two. The demo warms up for 17.5 s, by 45 programs.
+  layers are scanned (unrolled they took 1.10, 2.33 and 4.28). An operation takes 0.03 to 1.4 s, `commit`
+  longest, and is one program, but for `init` and `attention`, which are two. The demo warms up for 17.5 s.
 Record:  experiments/results/compile_time.json.
 
-Tracing, lowering and compiling are told apart. A decode step is compiled ahead of time, by
-`jax.jit(f).trace`, `.lower()` and `.compile()`: it is `extend`, a decoder of tiny layers and the next tokens,
-its cache donated. An operation is called as one calls it outside of `jit`, and JAX's own events are added up:
-seconds until the first call is ready to run, for one program or several. So is the demo, which is what
+A decode step (`extend`, a decoder of tiny layers, the next tokens) is compiled ahead of time. An operation is
+called as one calls it outside of `jit`, and JAX's own events are added up; so is the demo, which is what
 `python -m experiments.decode` does before it starts. JAX's caches are emptied before each, and no compiled
 programs are kept in files meanwhile. Of repeats the least total is kept: other work only adds.
 """
@@ -47,9 +44,6 @@ SIZES: dict[str, Any] = dict(max_seqs=NUM_ROWS, max_seq_len=256, num_blocks=128,
 
 def least(repeats: int, measure: Callable[[], Cost]) -> Cost:
     return min((measure() for _ in range(repeats)), key=lambda cost: cost.total_s)
-
-
-# --- a decode step ---
 
 
 def decode_step(decoder: Decoder, cache: kv.Cache, tokens: jax.Array) -> tuple[kv.Cache, jax.Array]:
@@ -88,9 +82,6 @@ def step_costs(repeats: int) -> list[Cost]:
     steps: dict[str, tuple[int | None, ...]] = {step_name(depth): (None,) * depth for depth in DEPTHS}
     steps[f"decode step, {NUM_PERIODS} x (5 windows, 1 full)"] = PERIOD * NUM_PERIODS
     return [least(repeats, lambda step=step: step_cost(*step)) for step in steps.items()]
-
-
-# --- operations ---
 
 
 def operations() -> dict[str, Callable[[], Any]]:
@@ -134,9 +125,6 @@ def operation_costs(repeats: int) -> list[Cost]:
     return [least(repeats, lambda item=item: measure(*item)) for item in operations().items()]
 
 
-# --- the demo ---
-
-
 def demo_cost(arguments: Sequence[str] = ()) -> Cost:
     """The warm-up of `python -m experiments.decode` with these arguments."""
     parser = decode_options.make_parser(decode.__doc__)
@@ -147,11 +135,7 @@ def demo_cost(arguments: Sequence[str] = ()) -> Cost:
     return cost
 
 
-# --- the command ---
-
-
 def bars_of(costs: Sequence[Cost]) -> list[dict]:
-    """What must hold, beside what was measured."""
     totals = {cost.name: cost.total_s for cost in costs}
     shallow, *deeper = (totals[step_name(depth)] for depth in DEPTHS)
     return [
@@ -187,8 +171,7 @@ def main(arguments: list[str] | None = None) -> int:
         "records": [dataclasses.asdict(cost) | {"total_s": cost.total_s} for cost in costs],
         "bars": bars_of(steps),
     }
-    deliver(report, options, show)
-    return 0
+    return deliver(report, options, show)
 
 
 if __name__ == "__main__":

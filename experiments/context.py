@@ -113,8 +113,9 @@ def main(arguments: list[str] | None = None) -> int:
         "difference": "{difference:.1e}",
         **timing.ms_columns(),
     }
-    deliver({"records": list(records), "bars": bars}, options, table("a step of four rows", columns, 6))
-    return 0
+    return deliver(
+        {"records": list(records), "bars": bars}, options, table("a step of four rows", columns, 6)
+    )
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 
 import kvcache_jax as kv
 from experiments.common import command, corpus
-from experiments.common.report import add_options, at_most, deliver, show_bars, show_provenance
+from experiments.common.report import add_options, at_most, deliver, framed
 from experiments.common.timing import ms_columns, show_records, summary
 from models import checkpoint
 from models.decoder import Decoder, cache_config, forward
@@ -40,30 +40,23 @@ MOST_SECONDS = 2 * TIMEOUT_S
 HERE, COLD, WARM = "computed here", "taken, the cache empty", "taken, the cache warm"
 
 
-def make_config(decoder: Decoder) -> kv.CacheConfig:
-    """The cache of both processes."""
-    max_seq_len = -(-(SHARED_LEN + OWN_LEN + NUM_NEW) // BLOCK_SIZE) * BLOCK_SIZE
-    return cache_config(
+def load() -> tuple[Decoder, kv.CacheConfig, str]:
+    """Returns the model, the config of both processes and the digest of the weights."""
+    decoder = checkpoint.load(corpus.MODEL, dtype=jnp.float32)
+    blocks_of_row = -(-(SHARED_LEN + OWN_LEN + NUM_NEW) // BLOCK_SIZE)
+    config = cache_config(
         decoder.config,
         block_size=BLOCK_SIZE,
         max_seqs=2,
-        max_seq_len=max_seq_len,
-        num_blocks=4 * max_seq_len // BLOCK_SIZE,
+        max_seq_len=blocks_of_row * BLOCK_SIZE,
+        num_blocks=4 * blocks_of_row,
         enable_prefix_caching=True,
     )
-
-
-def load() -> tuple[Decoder, kv.CacheConfig, str]:
-    """Returns the model, the config and the digest of the weights."""
-    decoder = checkpoint.load(corpus.MODEL, dtype=jnp.float32)
-    return decoder, make_config(decoder), kv.tiers.digest(decoder)
+    return decoder, config, kv.tiers.digest(decoder)
 
 
 def give() -> None:
     """Computes the prompts that come on the standard input, each a line, and tells their tickets."""
-
-    def say(value: object) -> None:
-        print(json.dumps(value), flush=True)
 
     decoder, config, weights = load()
     engine = kv.Engine(forward, decoder, config, token_budget=128, limits=kv.engine.Limits(max_requests=2))
@@ -72,13 +65,12 @@ def give() -> None:
         for line in sys.stdin:
             prompt = json.loads(line)
             ticket = giver.offer(prompt)
-            say(ticket)
-            start = time.perf_counter()
+            print(json.dumps(ticket), flush=True)
             engine.push([kv.GenerationRequest(prompt, 1)])
             for _ in engine:
                 pass
             giver.finish(ticket)
-            say({"seconds": time.perf_counter() - start, "held_bytes": giver.num_bytes})
+            print(json.dumps({"held_bytes": giver.num_bytes}), flush=True)
 
 
 class OtherProcess:
@@ -93,14 +85,12 @@ class OtherProcess:
         )
 
     def compute(self, prompt: Sequence[int]) -> kv.tiers.Ticket:
-        """Begins to compute a prompt."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(prompt) + "\n")
         self.process.stdin.flush()
         return kv.tiers.Ticket(*self.read())
 
     def read(self) -> Any:
-        """Reads what it says next."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
@@ -108,7 +98,6 @@ class OtherProcess:
         return json.loads(line)
 
     def end(self) -> None:
-        """Kills it."""
         self.process.kill()
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
@@ -124,15 +113,13 @@ class Taker:
         self.cache, self._is_new = kv.init(config), True
         self.block_bytes = sum(group.block_bytes for group in config.groups)
 
-    def answer(self, prompt: Sequence[int]) -> tuple[list[int], int, float]:
-        """Answers a prompt; returns its tokens, the number of tokens that were cached, and seconds."""
-        start = time.perf_counter()
+    def answer(self, prompt: Sequence[int]) -> tuple[list[int], int]:
+        """Answers a prompt; returns its tokens, and the number of tokens that were cached."""
         result = kv.generate(
             forward, self._decoder, [prompt], self._config, max_new_tokens=NUM_NEW, cache=self.cache
         )
         self.cache = result.cache
-        tokens = [*map(int, result.generations[0].tokens)]
-        return tokens, int(result.num_cached_tokens), time.perf_counter() - start
+        return [*map(int, result.generations[0].tokens)], int(result.num_cached_tokens)
 
     def take(self, ticket: kv.tiers.Ticket, prompt: Sequence[int]) -> tuple[kv.tiers.StoreReport, float]:
         """Takes an offer; returns what came, and seconds."""
@@ -143,7 +130,6 @@ class Taker:
         return report, time.perf_counter() - start
 
     def forget(self) -> None:
-        """Empties the cache."""
         self.cache, _ = kv.reset_prefix_cache(self.cache)
 
 
@@ -157,17 +143,18 @@ def study(prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
     try:
         for nth, prompt in enumerate([prompts[0], *prompts]):  # the first one compiles, in each loop
             taker.forget()
-            tokens, _, seconds = taker.answer(prompt)
+            start = time.perf_counter()
+            tokens, _ = taker.answer(prompt)
             if nth:
+                times[HERE].append(time.perf_counter() - start)
                 expected.append(tokens)
-                times[HERE].append(seconds)
         for way in (COLD, WARM):
             for nth, prompt in enumerate([prompts[0], *prompts]):
                 if way == COLD or not nth:
                     taker.forget()
                 start = time.perf_counter()
                 report, _ = taker.take(other.compute(prompt), prompt)
-                tokens, num_cached, _ = taker.answer(prompt)
+                tokens, num_cached = taker.answer(prompt)
                 seconds, said = time.perf_counter() - start, other.read()
                 num_wrong += tokens != expected[max(nth - 1, 0)]
                 num_wrong += num_cached != (len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
@@ -181,7 +168,7 @@ def study(prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
             other.process.send_signal(what)
             taker.forget()
             report, seconds = taker.take(ticket, prompts[0])
-            tokens, _, _ = taker.answer(prompts[0])
+            tokens, _ = taker.answer(prompts[0])
             num_wrong += tokens != expected[0] or report.num_loaded > 0
             failures[name] = {"reasons": dict(report.reasons), "seconds": seconds}
     finally:
@@ -212,12 +199,11 @@ def main(arguments: list[str] | None = None) -> int:
         at_most("answers that differ, or hits that are shorter", found["num_wrong"], 0),
         at_most("seconds until a giver that fails is a miss", slowest, MOST_SECONDS),
     ]
-    deliver(found, options, show)
-    return 0
+    return deliver(found, options, show)
 
 
+@framed
 def show(report: dict[str, Any]) -> None:
-    show_provenance(report)
     records = [{"name": name, **times} for name, times in report["times"].items()]
     title = f"prompts of {max(report['prompt_tokens'])} tokens and {NUM_NEW} more"
     show_records(title, {"ms": "{name}", **ms_columns()}, records)
@@ -227,7 +213,6 @@ def show(report: dict[str, Any]) -> None:
     for name, failure in report["failures"].items():
         reasons = ", ".join(f"{reason} {count}" for reason, count in failure["reasons"].items())
         print(f"  the other process {name}: a miss after {failure['seconds']:.2f} s ({reasons})")
-    show_bars(report)
 
 
 if __name__ == "__main__":

@@ -7,11 +7,9 @@ Answer:  Llama 3 8B in bfloat16 takes 131,072 bytes a token: beside its 15.0 GiB
   cache of Llama finds 4.6% of the tokens, an endless one 37.4%; the knee is at 35.7%, 2.3 TiB.
 
 CONFIG is a config.json, or its folder; of the model nothing is loaded. A token's bytes are those of the pools
-that `kv.init` makes, by layer group: layers with windows and recurrences hold a bounded number of tokens or
-states for a row, so that rows are counted for each length. The weights are as large as the safetensors files
-beside CONFIG or their index say, without what `checkpoint.load` leaves out; else as what it would make. A
-`quantization_config`, which it refuses, is left aside: it changes no cache, and weights are as large as the
-files say, or are reckoned in the dtype of the computation. Into the room fit the cache and what a step needs.
+that `kv.init` makes, by layer group. The weights are as large as the safetensors files beside CONFIG or their
+index say, without what `checkpoint.load` leaves out; else as what it would make. A `quantization_config`,
+which it refuses, is left aside: it changes no cache. Into the room fit the cache and what a step needs.
 
 With `--trace`, requests in the format of `experiments.traces.trace`: the hit rate of an LRU of every size,
 from one pass. The knee is where the curve is farthest above the straight line between its ends (Kneedle:
@@ -33,7 +31,7 @@ from flax import nnx
 
 import kvcache_jax as kv
 from experiments.common import command
-from experiments.common.report import add_options, deliver, show_provenance
+from experiments.common.report import add_options, deliver, framed
 from experiments.common.timing import show_records
 from experiments.traces.stack_distances import hit_rates
 from experiments.traces.trace import Trace, add_trace_options, read_trace
@@ -50,18 +48,10 @@ _HEAD_BYTES = 8  # at the file's beginning: how long the JSON object is that lis
 
 
 def weight_bytes(values: JsonObject, config: DecoderConfig, dtype: str | None) -> dict[str, Any]:
-    """Counts the bytes of a checkpoint's tensors, but for those that `checkpoint.load` leaves out.
+    """Counts the `bytes` of a checkpoint's tensors, but for those that `checkpoint.load` leaves out.
 
-    Args:
-      values: The entries of config.json, beside which are the weights or their index if they are to be asked.
-      config: The model's.
-      dtype: To which the weights will be converted, so that no file says how large they are; else None.
-
-    Returns:
-      `bytes`, and in `source` what said so.
-
-    Raises:
-      CheckpointError: a file or the index is broken.
+    The weights or their index are beside config.json; `source` is what said so. Where they will be converted
+    to another dtype no file says how large they are.
     """
     folder, quantised = values.path.parent, values.part("quantization_config")
     source = f"config.json, in {config.param_dtype.name}"
@@ -140,9 +130,8 @@ _SPOTS = {
 }
 
 
+@framed
 def show(report: dict[str, Any]) -> None:
-    """Prints a report, the object of `--json`, as tables."""
-    show_provenance(report)
     weights = report["weights"]
     print(
         f"{report['config']} in {report['dtype']}: {format_bytes(report['memory'])} of memory, "
@@ -216,12 +205,6 @@ def hits(trace: Trace, token_bytes: int, room: int) -> dict[str, Any]:
 
 
 def plan(model: DecoderConfig, weights: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    """Plans a model's memory.
-
-    Raises:
-      InputError: there is no room beside the weights.
-      ValueError: a cache of such sizes cannot be.
-    """
     quantise = options.format and functools.partial(kv.Quantised, format=options.format)
 
     def make(max_seqs: int, max_seq_len: int) -> kv.CacheConfig:
@@ -275,8 +258,7 @@ def main(arguments: list[str] | None = None) -> int:
         if not found["token_bytes"]:
             parser.error(f"got --trace with {path}, of which no layer keeps all tokens: leave --trace out")
         found["trace"] = {"name": options.trace.name, **hits(trace, found["token_bytes"], found["room"])}
-    deliver({"config": str(path)} | found, options, show)
-    return 0
+    return deliver({"config": str(path)} | found, options, show)
 
 
 if __name__ == "__main__":

@@ -143,8 +143,7 @@ def main(arguments: list[str] | None = None) -> int:
         at_least(f"{SAMPLES.name}: times less time together", times[SAMPLES.name], LEAST_GAIN),
         at_most(f"{FULL.name}: times the time apart", 1 / times[FULL.name], MOST_LOSS),
     ]
-    deliver({"records": records, "bars": bars}, options, show)
-    return 0
+    return deliver({"records": records, "bars": bars}, options, show)
 
 
 COLUMNS = {

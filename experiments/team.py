@@ -43,8 +43,7 @@ def serve(
 ) -> dict[str, list[float]]:
     """Serves rows that decode for long in one process of several, and times the leader.
 
-    Returns:
-      Seconds of each dispatch; and of each gather, and each look at a shard of what was gathered.
+    Returns seconds of each dispatch, each gather, and each look at a shard of what was gathered.
     """
     import jax
     import jax.numpy as jnp
@@ -131,17 +130,10 @@ def run_processes(
         "JAX_COMPILATION_CACHE_DIR": folder,
     }
     side = splits_heads, num_attached, num_processes
+    command_line = [sys.executable, "-m", "experiments.team", "--process"]
+    options: Any = dict(env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     words = [[*side, rank, port, num_dispatches] for rank in range(num_processes)]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "experiments.team", "--process", *map(str, each)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        for each in words
-    ]
+    processes = [subprocess.Popen([*command_line, *map(str, each)], **options) for each in words]
     try:
         out = [process.communicate(timeout=300)[0] for process in processes]
     finally:
@@ -179,8 +171,7 @@ def main(arguments: list[str] | None = None) -> int:
         more_ms = medians[1] - medians[0]
         report["bars"] = [at_most("ms more for a dispatch in two processes, rows", more_ms, MOST_MS)]
     columns = {"": "{what}", "with": "{side}", "processes": "{processes}", **timing.ms_columns()}
-    deliver(report, options, table("dispatches of 32 steps, all rows decoding", columns))
-    return 0
+    return deliver(report, options, table("dispatches of 32 steps, all rows decoding", columns))
 
 
 if __name__ == "__main__":

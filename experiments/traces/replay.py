@@ -5,21 +5,18 @@ Command: python -m experiments.traces.replay --trace FILE --blocks N [N ...] [--
 Machine: 2 virtual cores of an Intel Xeon, shared with other work; jax 0.12.0
 Answer:  LRU, hit rate by block with 1,000 / 10,000 / 30,000 / 50,000 / 100,000 / infinite blocks:
   0.0445 / 0.2116 / 0.3257 / 0.3546 / 0.3637 / 0.3664 of Mooncake's conversations (12,031 requests) and
-  0.0841 / 0.4239 / 0.6242 / 0.6396 / 0.6396 / 0.6396 of its synthetic trace (3,993);
-  by token 0.3736 and 0.6512 at most. A replay takes 0.2 to 2.7 s, after 2 to 4 s
-  of compilation on an idle machine. `hyperbolic`, which has no parameter to choose, serves 0.70 and 1.55
-  points more than LRU of the second halves at 10,000 blocks, and nowhere loses more than 0.22.
+  0.0841 / 0.4239 / 0.6242 / 0.6396 / 0.6396 / 0.6396 of its synthetic trace (3,993). `hyperbolic`, which has
+  no parameter to choose, serves 0.70 and 1.55 points more than LRU of the second halves at 10,000 blocks, and
+  nowhere loses more than 0.22.
 Record:  experiments/results/eviction_policies.json, of a search among 34 policies at revision dc0d76d.
 
-A trace has no tokens, only ids of the prompts' prefix blocks (see `experiments.traces.trace`), so an
-id is replayed as one token of a block of size 1. Each request is allocated, extended by its tokens, committed
-and freed
-before the next one comes, all requests in one `lax.scan` over the public functions. A prompt's last token is
-always computed anew: every request gets one token more, never published, and the pool one block more for it,
-so that neither the token nor its block counts. `--blocks infinite` has a block for every id of the trace.
+A trace has no tokens, only ids of the prompts' prefix blocks (see `experiments.traces.trace`), so an id is
+replayed as one token of a block of size 1, one request after the other, all in one `lax.scan` over the public
+functions. A prompt's last token is always computed anew: every request gets one token more, never published,
+and the pool one block more for it, so that neither counts. `--blocks infinite` has a block for every id.
 
-A hit is a prefix of the prompt that is still there. `hit_rate_blocks` is hit ids / ids; `hit_rate_tokens`
-weighs an id by its tokens, of which a prompt's last one has fewer.
+`hit_rate_blocks` is hit ids / ids; `hit_rate_tokens` weighs an id by its tokens, of which a prompt's last one
+has fewer.
 """
 
 import argparse
@@ -36,7 +33,7 @@ from jax import lax
 import kvcache_jax as kv
 from experiments.common import command
 from experiments.common.progress import progress
-from experiments.common.report import add_options, deliver, show_provenance
+from experiments.common.report import add_options, deliver, framed
 from experiments.common.timing import show_records
 from experiments.traces.trace import Trace, add_trace_options, read_trace
 from kvcache_jax.core.eviction_policy import LRU, policies
@@ -47,15 +44,9 @@ EXTRA_TOKEN = 0  # ids are counted from 1
 
 @functools.partial(kv.donate)
 def serve_all(cache: kv.Cache, ids: jax.Array, num_ids: jax.Array) -> tuple[kv.Cache, jax.Array, jax.Array]:
-    """One request after the other.
+    """Serves requests i32[num_requests, longest] in one row, one after the other.
 
-    Args:
-      cache: One row.
-      ids: i32[num_requests, longest].
-      num_ids: i32[num_requests].
-
-    Returns:
-      The cache, i32[num_requests] hit ids, and i32[] the worst status of all operations.
+    Returns the cache, i32[num_requests] hit ids, and i32[] the worst status of all operations.
     """
     width = ids.shape[1] + 1
 
@@ -146,8 +137,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
     if options.eviction_batch > sizes[0]:
         parser.error(f"got --eviction-batch {options.eviction_batch}, expected at most the {sizes[0]} blocks")
-    records = []
-    runs = [*itertools.product(dict.fromkeys(options.policy), sizes)]
+    records, runs = [], [*itertools.product(dict.fromkeys(options.policy), sizes)]
     with progress("replays", len(runs), every=1) as tell:
         for num_done, (policy, size) in enumerate(runs, 1):
             try:
@@ -169,8 +159,7 @@ def main(arguments: list[str] | None = None) -> int:
         },
         "records": records,
     }
-    deliver(report, options, show)
-    return 0
+    return deliver(report, options, show)
 
 
 def capacity(text: str) -> int | None:
@@ -197,11 +186,10 @@ def above_lru(record: dict[str, Any], of_lru: dict[str, Any] | None) -> str:
     return " ".join("–" if own is None else f"{100 * (own - other):+.2f}" for own, other in pairs)
 
 
+@framed
 def show(report: dict[str, Any]) -> None:
-    """Prints a report, the object of `--json`, as a table."""
     trace, records = report["trace"], report["records"]
     of_lru = {record["num_blocks"]: record for record in records if record["policy"] == LRU}
-    show_provenance(report)
     title = (
         f"{trace['name']}: {trace['num_requests']:,} requests, {trace['num_ids']:,} blocks, "
         f"{trace['num_distinct']:,} different ones, {trace['num_tokens']:,} tokens"

@@ -53,11 +53,7 @@ def add_trace_options(parser: argparse.ArgumentParser, *, is_required: bool = Tr
 
 
 def read_trace(path: Path, tokens_per_id: int) -> Trace:
-    """Reads a file of requests.
-
-    Raises:
-      InputError: it cannot be read, or a line is not a request of such blocks.
-    """
+    """Reads a file of requests."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:

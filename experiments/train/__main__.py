@@ -75,8 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
             report = _evaluate(options.out) if options.evaluate else _train(options)
     except FloatingPointError as error:
         parser.fail(str(error))
-    deliver(report, options, train_report.show)
-    return 0
+    return deliver(report, options, train_report.show)
 
 
 def _train(options: argparse.Namespace) -> dict[str, Any]:
@@ -122,7 +121,6 @@ def _evaluate(folder: Path) -> dict[str, Any]:
 
 
 def save_model(folder: Path, decoder: Decoder) -> None:
-    """Writes the model with bfloat16 parameters."""
     config = dataclasses.replace(decoder.config, param_dtype=jnp.bfloat16)
     structure = jax.tree.structure(jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
     leaves = [leaf.astype(jnp.bfloat16) for leaf in jax.tree.leaves(decoder)]

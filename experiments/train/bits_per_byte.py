@@ -50,11 +50,7 @@ def bits_of_files(
         window 2                               |-- context --|== counted ==|
 
     So every byte counts once, predicted from all bytes of its file before it or from at least half a window.
-
-    Args:
-      decoder: Tokens are bytes, and `corpus.END` comes before a file.
-      files: Each is a text of its own.
-      progress: Wraps the batches of windows, to show how far it got.
+    `progress` wraps the batches of windows, to show how far it got.
     """
     length = decoder.config.max_seq_len
     stride = max(1, length // 2)

@@ -22,11 +22,7 @@ BAR = 1.65  # bits per byte of the held-out files
 
 
 def evaluate(folder: Path, progress: Callable[[Sequence], Iterable] = iter) -> dict[str, Any]:
-    """Measures a stored model on the held-out files, beside compressors that see them in one stream.
-
-    Raises:
-      CheckpointError: the folder has no model of bytes, or this Python has none of the files.
-    """
+    """Measures a stored model on the held-out files, beside compressors that see them in one stream."""
     files = corpus.held_out_files()
     if not files:
         raise checkpoint.CheckpointError(
@@ -87,15 +83,7 @@ def show(report: dict[str, Any]) -> None:
 def make_record(
     settings: dict[str, Any], bits: np.ndarray, minutes: float, num_bytes: int, held_out: dict[str, Any]
 ) -> dict[str, Any]:
-    """The record of a training.
-
-    Args:
-      settings: What the run depended on.
-      bits: Loss of each step in bits per byte.
-      minutes: Of the training alone.
-      num_bytes: Of the training text.
-      held_out: From `evaluate`.
-    """
+    """The record of a training, whose losses `bits` are per step and byte; `held_out` is from `evaluate`."""
     parts = np.split(bits, range(LOSS_EVERY, len(bits), LOSS_EVERY))
     return provenance() | {
         "settings": json.loads(json.dumps(settings, default=str)),

@@ -49,7 +49,6 @@ class Recipe:
     max_gradient_norm: float = 1.0
 
     def length(self, step: int) -> int:
-        """Bytes of a window at a step."""
         is_short = step < round(self.steps * (1 - self.long_share))
         return self.short_length if is_short else self.long_length
 
@@ -60,20 +59,9 @@ def train(
     data: np.ndarray,
     on_step: Callable[[int, np.ndarray], None] = lambda num_done, bits: None,
 ) -> tuple[Decoder, np.ndarray]:
-    """Trains a decoder.
+    """Trains a decoder on bytes u8[n]; `on_step` hears of the steps done and their losses in bits per byte.
 
-    Args:
-      recipe: How.
-      config: Of the decoder.
-      data: u8[n], what to learn.
-      on_step: Called after each step with the steps done and their losses in bits per byte.
-
-    Returns:
-      The model, and the mean loss of each step in bits per byte, f64[steps].
-
-    Raises:
-      ValueError: there is not enough data.
-      FloatingPointError: the loss is not finite.
+    Returns the model, and the mean loss of each step in bits per byte, f64[steps].
     """
     if len(data) <= recipe.long_length:
         raise ValueError(f"there are {len(data)} bytes to train on, expected over {recipe.long_length}")

@@ -1,7 +1,5 @@
 """What compiling costs: a deeper model's program is no longer, and the tool that times it counts right."""
 
-import json
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -65,15 +63,14 @@ def test_a_bar_can_fail():
 
 
 @pytest.mark.slow
-def test_the_command_times_and_records(monkeypatch, capsys):
+def test_the_command_times_and_records(monkeypatch, capsys, report_of):
     monkeypatch.setattr(compile_time, "DEPTHS", (1, 2))
     monkeypatch.setattr(compile_time, "PERIOD", (8, None))
     monkeypatch.setattr(compile_time, "NUM_PERIODS", 2)
     all_operations = compile_time.operations()
     few = {name: all_operations[name] for name in ("init", "touch", "fork")}
     monkeypatch.setattr(compile_time, "operations", lambda: few)
-    assert compile_time.main(["--repeats", "1", "--no-demo", "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
+    report = report_of(compile_time, "--repeats", "1", "--no-demo")
     compile_time.show(report)
     printed = capsys.readouterr().out
     names = [row["name"] for row in report["records"]]

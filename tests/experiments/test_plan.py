@@ -82,19 +82,6 @@ GPT_OSS_20B = {
 }
 
 
-def run(capsys, *arguments):
-    assert planner.main([str(argument) for argument in arguments]) == 0
-    return capsys.readouterr().out
-
-
-def refusal(capsys, *arguments):
-    with pytest.raises(SystemExit) as stopped:
-        planner.main([str(argument) for argument in arguments])
-    captured = capsys.readouterr()
-    assert stopped.value.code == 2 and captured.err.count("\n") == 1 and not captured.out
-    return captured.err
-
-
 @pytest.mark.parametrize(
     ("values", "token_bytes", "num_parameters", "instead"),
     [
@@ -105,9 +92,9 @@ def refusal(capsys, *arguments):
     ],
     ids=["Llama 3 8B", "DeepSeek-V3", "gpt-oss-20b"],
 )
-def test_published_figures(tmp_path, capsys, values, token_bytes, num_parameters, instead):
+def test_published_figures(tmp_path, report_of, values, token_bytes, num_parameters, instead):
     (tmp_path / "config.json").write_text(json.dumps(values))
-    report = json.loads(run(capsys, tmp_path, "--memory", "2TB", "--json"))
+    report = report_of(planner, tmp_path, "--memory", "2TB")
     assert report["token_bytes"] == token_bytes
     # Of them the corrections of routers are float32.
     num_corrections = 58 * 256 if "n_group" in values else 0
@@ -194,10 +181,10 @@ def test_hits_of_all_sizes_are_those_of_a_dict(tmp_path):
         assert by_token[num_blocks] == pytest.approx(num_tokens / trace.num_tokens.sum())
 
 
-def test_a_plan_with_a_trace(tmp_path, capsys):
+def test_a_plan_with_a_trace(tmp_path, capsys, report_of):
     trace = write(tmp_path, make_requests())
     arguments = FIXTURES / "gpt_oss", "--memory", "4MiB", "--lengths", 8, 300, "--trace", trace
-    report = json.loads(run(capsys, *arguments, "--json"))
+    report = report_of(planner, *arguments)
     full, windows = report["groups"][1], report["groups"][0]
     assert (full["token_bytes"], full["keeps_all"]) == (256.0, True) and not windows["keeps_all"]
     spots = report["trace"]["spots"]
@@ -206,10 +193,11 @@ def test_a_plan_with_a_trace(tmp_path, capsys):
     rates = np.array(report["trace"]["hit_rate_tokens"])
     above = rates / rates[-1] - np.arange(len(rates)) / (len(rates) - 1)
     assert above[spots["knee"]["num_blocks"]] == above.max()
-    text = run(capsys, *arguments)
+    assert planner.main([str(argument) for argument in arguments]) == 0
+    text = capsys.readouterr().out
     assert "config.json in bfloat16: 4" in text and "for what a step takes" in text
     assert "256 bytes a token" in text and "2 x FullAttention" in text and "hits of trace.jsonl" in text
-    small = json.loads(run(capsys, FIXTURES / "llama", "--memory", "4MiB", "--format", "int8", "--json"))
+    small = report_of(planner, FIXTURES / "llama", "--memory", "4MiB", "--format", "int8")
     assert small["token_bytes"] < 2 * 2 * 2 * 16 * 2
 
 
@@ -226,15 +214,16 @@ def test_what_is_no_size(text):
         planner.memory(text)
 
 
-def test_bad_input_is_one_sentence(tmp_path, capsys):
+def test_bad_input_is_one_sentence(tmp_path, refusal):
     trace, llama = write(tmp_path, make_requests()), FIXTURES / "llama"
-    assert "nowhere is not there" in refusal(capsys, "/nowhere/config.json", "--memory", "1GiB")
-    assert "expected more than" in refusal(capsys, llama, "--memory", "1KiB")
-    assert "expected a size such as" in refusal(capsys, llama, "--memory", "much")
-    said = refusal(capsys, FIXTURES / "mistral", "--memory", "1GiB", "--trace", trace)
-    assert "of which no layer keeps all tokens: leave --trace out" in said
-    assert "cannot be read" in refusal(capsys, llama, "--memory", "1GiB", "--trace", "/nowhere")
     (tmp_path / "config.json").write_text((llama / "config.json").read_text())
     (tmp_path / "model.safetensors").write_bytes(b"short")
-    said = refusal(capsys, tmp_path, "--memory", "1GiB")
-    assert "model.safetensors (5 bytes) is not a whole safetensors file" in said
+    for config, memory, more, said in [
+        ("/nowhere/config.json", "1GiB", (), "nowhere is not there"),
+        (llama, "1KiB", (), "expected more than"),
+        (llama, "much", (), "expected a size such as"),
+        (FIXTURES / "mistral", "1GiB", ("--trace", trace), "no layer keeps all tokens: leave --trace out"),
+        (llama, "1GiB", ("--trace", "/nowhere"), "cannot be read"),
+        (tmp_path, "1GiB", (), "model.safetensors (5 bytes) is not a whole safetensors file"),
+    ]:
+        assert said in refusal(planner, config, "--memory", memory, *more)

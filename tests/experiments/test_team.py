@@ -1,7 +1,5 @@
 """What a dispatch costs in two processes, on few dispatches."""
 
-import json
-
 import pytest
 
 from experiments import team
@@ -9,9 +7,8 @@ from experiments import team
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [[], ["--attached"]])
-def test_all_sides_run(options, capsys):
-    assert team.main(["--dispatches", "4", "--rounds", "1", "--json", *options]) == 0
-    report = json.loads(capsys.readouterr().out)
+def test_all_sides_run(options, report_of):
+    report = report_of(team, "--dispatches", "4", "--rounds", "1", *options)
     records = [record for record in report["records"] if record["what"] == "dispatch"]
     sides = [(record["side"], record["processes"], record["num_calls"]) for record in records]
     names = sorted(team.ATTACHED if options else team.DEVICES)

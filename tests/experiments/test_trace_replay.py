@@ -137,15 +137,11 @@ GOOD = {"hash_ids": [1, 2], "input_length": 1000}
         ),
     ],
 )
-def test_bad_input_is_one_sentence(tmp_path, capsys, text, arguments, said):
+def test_bad_input_is_one_sentence(tmp_path, refusal, text, arguments, said):
     path = tmp_path / "trace.jsonl"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(SystemExit) as stopped:
-        trace_replay.main(["--trace", str(path), "--blocks", "5", *arguments])
-    assert stopped.value.code == 2
-    captured = capsys.readouterr()
-    assert said in captured.err and captured.err.count("\n") == 1 and not captured.out
+    assert said in refusal(trace_replay, "--trace", path, "--blocks", "5", *arguments)
 
 
 def test_lines_end_at_newlines_alone(tmp_path):

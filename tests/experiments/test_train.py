@@ -140,16 +140,6 @@ def small(monkeypatch):
     return files
 
 
-def refusal(capsys, *arguments):
-    with pytest.raises(SystemExit) as error:
-        train.main([str(argument) for argument in arguments])
-    assert error.value.code == 2
-    captured = capsys.readouterr()
-    assert not captured.out and captured.err.count("\n") == 1
-    assert captured.err.startswith("python -m experiments.train: ")
-    return captured.err.removeprefix("python -m experiments.train: ").strip()
-
-
 def test_the_command_trains_evaluates_and_records(small, tmp_path, capsys):
     out = tmp_path / "model"
     arguments = ["--steps", "3", "--out", str(out), "--json"]
@@ -190,16 +180,16 @@ def test_what_cannot_be_written_is_one_sentence(small, tmp_path, capsys, monkeyp
     assert "model.safetensors cannot be written: I/O error" in said
 
 
-def test_bad_input_is_one_sentence(tmp_path, capsys):
+def test_bad_input_is_one_sentence(tmp_path, refusal):
     file = tmp_path / "file"
     file.touch()
-    assert (
-        refusal(capsys, "--steps", 0) == "argument --steps: got '0', expected an integer from 1 to 10000000"
-    )
-    assert "expected an integer from 0 to 9223372036854775807" in refusal(capsys, "--seed", 2**63)
-    assert "invalid choice: 'int8'" in refusal(capsys, "--matmul-dtype", "int8")
-    assert refusal(capsys, "--evaluate", "--seed", 0).startswith("got --evaluate and --seed, which is of")
-    for folder in (file, file / "model"):
-        message = refusal(capsys, "--out", folder)
-        assert message.startswith(f"got --out {folder}, expected a folder to write to: ")
-    assert refusal(capsys, "--evaluate", "--out", tmp_path) == f"{tmp_path} has no config.json"
+    for arguments, said in [
+        (["--steps", 0], "argument --steps: got '0', expected an integer from 1 to 10000000\n"),
+        (["--seed", 2**63], "expected an integer from 0 to 9223372036854775807"),
+        (["--matmul-dtype", "int8"], "invalid choice: 'int8'"),
+        (["--evaluate", "--seed", 0], "train: got --evaluate and --seed, which is of"),
+        (["--out", file], f"train: got --out {file}, expected a folder to write to: "),
+        (["--out", file / "model"], f"train: got --out {file / 'model'}, expected a folder to write to: "),
+        (["--evaluate", "--out", tmp_path], f"train: {tmp_path} has no config.json\n"),
+    ]:
+        assert said in refusal(train, *arguments)
