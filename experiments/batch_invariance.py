@@ -40,6 +40,7 @@ MOST_DIFFERENCE = 1e-5
 
 Answers = dict[Any, tuple[list[int], list[float]]]
 """By a request's id: its tokens and their log-probabilities."""
+_losses = jax.jit(losses)
 
 
 @dataclasses.dataclass
@@ -150,9 +151,6 @@ def score_again(
     again = answers(engine, parts)
     equal = [again[i] == ([token], [logprob]) for i, (token, logprob) in said.items()]
     return {"num_tokens": len(said), "num_equal": sum(equal), "largest_difference": largest}
-
-
-_losses = jax.jit(losses)
 
 
 def bars_of(default: Mode, invariant: Mode, scores: dict[str, float]) -> list[dict]:

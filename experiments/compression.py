@@ -34,6 +34,7 @@ SHARES = 0.75, 0.5, 0.25, 0.125
 WINDOW = 64  # that SnapKV, and with it PyramidKV, keeps
 BLOCK_SIZE = 16
 FULL, NONE, PYRAMID = "full", "none", "pyramidkv"
+compress = jax.jit(kv.compression.compress)
 
 
 def empty_cache(decoder: Decoder, num_rows: int) -> kv.Cache:
@@ -84,9 +85,6 @@ def _read(
     logits = dense_decoder.run(dense_decoder.unstacked(decoder), tokens, step.positions, attend)
     stacked = {name: jnp.stack(layers, axis=1) for name, layers in scores.items()}
     return cache, jax.nn.log_softmax(logits), stacked
-
-
-compress = jax.jit(kv.compression.compress)
 
 
 class Study:

@@ -45,6 +45,7 @@ from models.tensor_names import find_stored
 
 _FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _HEAD_BYTES = 8  # at the file's beginning: how long the JSON object is that lists the tensors
+LENGTHS = 1024, 4096, 16384, 65536
 
 
 def weight_bytes(values: JsonObject, config: DecoderConfig, dtype: str | None) -> dict[str, Any]:
@@ -146,7 +147,6 @@ def show(report: dict[str, Any]) -> None:
         show_records(f"hits of {trace['name']}", _SPOTS, spots)
 
 
-LENGTHS = 1024, 4096, 16384, 65536
 _UNITS = {unit: 1024**i for i, unit in enumerate(("", "KiB", "MiB", "GiB", "TiB"))}
 _UNITS |= {unit: 1000**i for i, unit in enumerate(("B", "KB", "MB", "GB", "TB"))}
 

@@ -32,6 +32,7 @@ BLOCK_SIZE = 16
 NO_DATA = "for there is neither --data nor KVCACHE_DATA_DIR; see the module's first lines"
 BAR = 4.0  # times shorter, for the second prompt of a pair
 Prompt = Sequence[int]
+TIMES = {"time to first token, ms": "{name}", **ms_columns()}
 
 
 class Runner:
@@ -115,9 +116,6 @@ def time_few_shot(decoder: Decoder, prompts: Sequence[Prompt]) -> dict[str, Any]
         "bytes_of_all_prompts": num_blocks * block_bytes,
         "bytes_kept": int(stats.num_blocks_published) * block_bytes,
     }
-
-
-TIMES = {"time to first token, ms": "{name}", **ms_columns()}
 
 
 @framed

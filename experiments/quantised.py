@@ -36,6 +36,9 @@ from models.decoder import Decoder, DecoderConfig, cache_config
 BLOCK_SIZE = 16
 GROUP = 16  # tokens that share a step where keys are rounded per channel
 FLOAT32, BFLOAT16, ROTATED = "float32", "bfloat16", "int4 rotated"
+NUM_FILES, SKIPPED, LENGTH = 6, 1000, 1024
+NUM_ROUNDS = 12
+CASE = Case("8 rows of 512 tokens", 512, (512,) * 8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,11 +219,6 @@ def draw(report: dict, formats: Any, keys: Any) -> None:
     keys.set_ylim(top=3 * keys.get_ylim()[1])  # for the legend
     keys.legend(frameon=False, loc="upper left")
     log_axes.label(keys.yaxis)
-
-
-NUM_FILES, SKIPPED, LENGTH = 6, 1000, 1024
-NUM_ROUNDS = 12
-CASE = Case("8 rows of 512 tokens", 512, (512,) * 8)
 
 
 def measure_quality(decoder: Decoder, windows: np.ndarray) -> dict:

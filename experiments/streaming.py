@@ -40,6 +40,12 @@ from models.decoder import Decoder, forward
 BLOCK_SIZE = 16
 STEP_LEN = 32  # tokens of a step
 TILE_TOKENS = 576  # read at a time on all sides: by default XLA on a CPU reads more than the window has
+_time = timing.with_spread(unit_us=1e3, digits=1)
+DENSE = {"bytes": "{start:,} - {end:,}", "bits per byte": "{bits_per_byte:.4f}", "step": _time}
+BLOCKS = {"": "{side}", "tokens read": "{num_read:,}", "most blocks held": "{most_blocks:,}"}
+LENGTH, NUM_PARTS, MASKED_PARTS = 100_000, 10, (0, 4, 9)
+STREAMING = kv.compression.Streaming(window=508, num_sink_tokens=4)
+WINDOW, DENSE_LEN = 512, 8192
 
 
 def read_text(length: int) -> np.ndarray:
@@ -228,11 +234,6 @@ def show(report: dict) -> None:
     show_records("blocks", BLOCKS, report["sides"])
 
 
-_time = timing.with_spread(unit_us=1e3, digits=1)
-DENSE = {"bytes": "{start:,} - {end:,}", "bits per byte": "{bits_per_byte:.4f}", "step": _time}
-BLOCKS = {"": "{side}", "tokens read": "{num_read:,}", "most blocks held": "{most_blocks:,}"}
-
-
 @figure((10, 4), 1, 2)
 def draw(report: dict, losses: Any, times: Any) -> None:
     for i, side in enumerate(report["sides"]):
@@ -255,11 +256,6 @@ def draw(report: dict, losses: Any, times: Any) -> None:
     for axes in (losses, times):
         axes.xaxis.set_major_formatter("{x:,.0f}")
     losses.legend(frameon=False)
-
-
-LENGTH, NUM_PARTS, MASKED_PARTS = 100_000, 10, (0, 4, 9)
-STREAMING = kv.compression.Streaming(window=508, num_sink_tokens=4)
-WINDOW, DENSE_LEN = 512, 8192
 
 
 def measure(

@@ -47,6 +47,7 @@ FIGURES = {
     "first call (compiles)": "{first_call_s:.2f} s",
 }
 PEERS = {"peer": "{peer}", "operation": "{operation}", "variant": "{variant}", "figure": "{figure}"}
+SMALLEST_POOL = 1_024
 
 
 @framed
@@ -95,7 +96,6 @@ def _show_peers(peers: list[dict]) -> None:
         show_records("peers, the same rows and blocks", {**PEERS, **spread_columns()}, records, num_text=4)
 
 
-SMALLEST_POOL = 1_024
 GROWTH = {
     operations.NUM_BLOCKS: 1.5,
     1_048_576: 3.0,

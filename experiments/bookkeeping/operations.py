@@ -14,6 +14,7 @@ import kvcache_jax as kv
 NUM_ROWS, BLOCK_SIZE, MAX_SEQ_LEN, NUM_BLOCKS = 256, 16, 8192, 65_536
 FLOOR, CALL, LOOP, ABOVE_FLOOR = "dispatch floor", "separate call", "in a loop", "call above floor"
 SOME = np.arange(64, dtype=np.int32)
+NOTHING, ROWS, EVERYTHING = "nothing is published", "the rows are published", "no block is free"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,8 +145,6 @@ def prompt_lens(workload: Workload) -> np.ndarray:
     """As many rows as the smallest pool has room for hold a prompt each."""
     return np.where(np.arange(NUM_ROWS) < 14, workload.prompt_len, -1)
 
-
-NOTHING, ROWS, EVERYTHING = "nothing is published", "the rows are published", "no block is free"
 
 OPERATIONS = (
     Operation(

@@ -18,6 +18,10 @@ from models.rope import Rope
 NUM_FILES, NUM_CHUNKS, CHUNK_LEN = 12, 4, 160
 SAME, MIXED = "same", "mixed"
 _SKIPPED, _LEAST_LEN = 2500, 5800  # what a file begins with is alike in many
+BLOCK_SIZE = 16
+Rotate = Callable[[jax.Array, jax.Array], jax.Array]
+_store = jax.jit(kv.chunks.store)
+_compose = jax.jit(kv.chunks.compose, static_argnames="rotate")
 
 
 class Prompts(NamedTuple):
@@ -77,10 +81,6 @@ def read_prompts(num_files: int = NUM_FILES, chunk_len: int = CHUNK_LEN) -> list
     ]
 
 
-BLOCK_SIZE = 16
-Rotate = Callable[[jax.Array, jax.Array], jax.Array]
-
-
 def rotations_of(decoder: Decoder, max_distance: int) -> tuple[Rotate, ...]:
     """Makes the rotations of each layer's keys by up to `max_distance` positions, equal ones once."""
 
@@ -126,10 +126,6 @@ def rewrite(
     new = jnp.take_along_axis(tokens, jnp.minimum(places, tokens.shape[1] - 1), axis=1)
     _, cache = forward(decoder, new, cache, step)
     return cache, step
-
-
-_store = jax.jit(kv.chunks.store)
-_compose = jax.jit(kv.chunks.compose, static_argnames="rotate")
 
 
 def stored(

@@ -18,6 +18,7 @@ MAX_CHECK_INS, MAX_BLOCKS = 20, 100
 """Lines of the text, blocks in a line."""
 _GREY, _SHARED = "38;5;245", "1;38;5;231;48;5;240"
 _FREE, _SHARED_BLOCK = -1, -2
+_PROMPT_LINES = 8  # of a prompt's end
 
 
 def owners(block_table: np.ndarray, num_blocks: int) -> np.ndarray:
@@ -70,8 +71,6 @@ def timeline_text(timeline: Sequence[kv.decoding.Snapshot], config: kv.CacheConf
     lines.append("0 held by row 0   # shared by rows   . free")
     return "\n".join(lines)
 
-
-_PROMPT_LINES = 8  # of a prompt's end
 
 # Control characters act on a terminal, and a model may say any byte: they become pictures of themselves.
 _VISIBLE = {code: 0x2400 + code for code in range(32)} | {code: 0xFFFD for code in range(0x80, 0xA0)}

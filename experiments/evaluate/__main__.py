@@ -38,6 +38,8 @@ from experiments.common.timing import show_records
 from experiments.evaluate.items import BLOCK_SIZE, NUM_CHOICES, Task, grade_school, programs, source
 from models.decoder import Decoder, cache_config, forward
 
+NUM_COMPARED = 4
+
 
 class Results:
     """Results by the id of their request; all of them are in the file as soon as `add` returns.
@@ -261,9 +263,6 @@ def _times(task: dict[str, Any], way: str) -> str:
     if not task["compared"]:
         return ""
     return f"{1e3 * task['seconds_compared'][way] / task['compared']:.0f}"
-
-
-NUM_COMPARED = 4
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -35,6 +35,7 @@ from experiments.traces.trace import add_trace_options, full_blocks_only, read_t
 from kvcache_jax.processes import Replica, choose_replica
 
 MOST_ROWS = 256
+POLICIES = ("random", "round robin", "least loaded", "longest prefix", "cost")
 
 
 class Request(NamedTuple):
@@ -250,9 +251,6 @@ def draw(report: dict[str, Any], *panels: Any) -> None:
         log_axes.label(ax.xaxis)
     panels[0].invert_yaxis()
     panels[0].legend(frameon=False, fontsize=8)
-
-
-POLICIES = ("random", "round robin", "least loaded", "longest prefix", "cost")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -21,6 +21,10 @@ FULL = kv.FullAttention(2, 8)
 WIDTH, VOCAB_SIZE = 32, 1000
 NUM_LAYERS = 6
 Params = dict[str, Any]
+BLOCK_SIZE = 16
+MAX_LEN = 2304
+PIECE_LEN = 128  # tokens of a step; a snapshot at every block is published behind each
+SAVED = "junctions and ends, by tokens saved"
 
 
 def random_params(seed: int = 0) -> Params:
@@ -128,10 +132,6 @@ def repeated_prefix(writer: Writer, prefix_len: int, num_prompts: int = 4) -> li
     return [Request(prefix + writer.text(50), []) for _ in range(num_prompts)]
 
 
-BLOCK_SIZE = 16
-MAX_LEN = 2304
-PIECE_LEN = 128  # tokens of a step; a snapshot at every block is published behind each
-
 POLICIES: dict[str, kv.Snapshots] = {
     "every block": kv.Snapshots(every=BLOCK_SIZE),
     "junctions and ends": kv.Snapshots(),
@@ -141,7 +141,6 @@ POLICIES: dict[str, kv.Snapshots] = {
     "none": kv.Snapshots(at_junctions=False, at_prompt_end=False, at_end=False),
 }
 DENSE, DEFAULT, ANSWERS, JUNCTIONS, ENDS, NONE = POLICIES
-SAVED = "junctions and ends, by tokens saved"
 SCARCE = {name: policy for name, policy in POLICIES.items() if name != NONE} | {
     SAVED: kv.Snapshots(eviction="tokens saved")
 }

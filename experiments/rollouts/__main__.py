@@ -36,6 +36,7 @@ from experiments.rollouts.training import teach
 
 LEAST_REWARD = 0.85
 SMOOTHED = 10  # updates that a point of a curve is the mean of
+TEACHING_STEPS = 200
 
 
 def bars_of(ways: Sequence[dict], sharing: dict, group_size: int) -> list[dict]:
@@ -114,9 +115,6 @@ def draw(report: dict, curves: Any, costs: Any) -> None:
     costs.axhline(1, color="black", linewidth=0.8)
     costs.set_title("Prompts apart, in times of shared ones")
     costs.margins(y=0.12)
-
-
-TEACHING_STEPS = 200
 
 
 def main(arguments: list[str] | None = None) -> int:

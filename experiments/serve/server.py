@@ -122,7 +122,8 @@ class Server:
         for event in self.engine.take_events():
             self._note(event, now)
         rows = figures.running, figures.waiting + len(self._here), figures.blocks_used
-        so_far = (self.counts[each] for each in (Counter.GENERATED_TOKENS, Counter.PREEMPTIONS))
+        counts = self.counts
+        so_far = counts[Counter.GENERATED_TOKENS], counts[Counter.PREEMPTIONS]
         self.check_ins.append(CheckIn(now, *rows, *so_far))
         return now
 
