@@ -147,17 +147,9 @@ class Server:
         for event in self.engine.take_events():
             self._note(event, now)
         waiting = figures.waiting + len(self._here)
-        counts = self.counts
-        self.check_ins.append(
-            CheckIn(
-                now,
-                figures.running,
-                waiting,
-                figures.blocks_used,
-                counts[kv.engine.Counter.GENERATED_TOKENS],
-                counts[kv.engine.Counter.PREEMPTIONS],
-            )
-        )
+        names = kv.engine.Counter.GENERATED_TOKENS, kv.engine.Counter.PREEMPTIONS
+        counts = (figures.counts[name] - self._start.counts[name] for name in names)
+        self.check_ins.append(CheckIn(now, figures.running, waiting, figures.blocks_used, *counts))
         return now
 
     def _push(self) -> None:
