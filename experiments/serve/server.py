@@ -121,10 +121,10 @@ class Server:
         now = self.clock.now()
         for event in self.engine.take_events():
             self._note(event, now)
-        rows = figures.running, figures.waiting + len(self._here), figures.blocks_used
-        counts = self.counts
-        so_far = counts[Counter.GENERATED_TOKENS], counts[Counter.PREEMPTIONS]
-        self.check_ins.append(CheckIn(now, *rows, *so_far))
+        waiting = figures.waiting + len(self._here)
+        names = Counter.GENERATED_TOKENS, Counter.PREEMPTIONS
+        counts = (figures.counts[name] - self._start.counts[name] for name in names)
+        self.check_ins.append(CheckIn(now, figures.running, waiting, figures.blocks_used, *counts))
         return now
 
     def _push(self) -> None:

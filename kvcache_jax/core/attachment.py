@@ -44,7 +44,13 @@ class Attachment:
 
     The loop calls these methods while no program of its own is under way, so that to read the cache waits for
     nothing. What they wait for, the loop waits for too: other work is for a thread.
+
+    Attributes:
+      wake: Set by the loop, or None. A thread calls it once `find` has an answer that was to come later: the
+        loop then asks soon. It waits for nothing.
     """
+
+    wake: Callable[[], object] | None = None
 
     def check_shards(self, config: CacheConfig) -> None:
         """Refuses to see the `ShardCache`s of a mesh; a subclass that can do with them overrides it.

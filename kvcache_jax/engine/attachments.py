@@ -1,6 +1,7 @@
 """Attachments of an engine: they see the cache, and may change it, while no dispatch is under way."""
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 
 from kvcache_jax.core.attachment import Attachment
 from kvcache_jax.core.config import CacheConfig
@@ -12,13 +13,20 @@ from kvcache_jax.engine.table import RequestTable
 class Attachments:
     """All that is attached to an engine, whose state is of a mesh's shards, or of one cache.
 
+    Args:
+      config: Of a shard's cache.
+      is_of_shards: Whether it is of a mesh.
+      wake: A method, called from any thread when one of them has an answer that was to come later.
+
     Attributes:
       is_new: Whether a dispatch has changed the caches since they saw them.
+      has_answer: Whether an answer came since they were asked.
     """
 
-    def __init__(self, config: CacheConfig, is_of_shards: bool):
+    def __init__(self, config: CacheConfig, is_of_shards: bool, wake: Callable[[], None]):
         self._config, self._is_of_shards, self._attached = config, is_of_shards, list[Attachment]()
-        self.is_new = False
+        self._wake = weakref.WeakMethod(wake)  # a store's thread may outlive the engine
+        self.is_new = self.has_answer = False
 
     def __len__(self) -> int:
         return len(self._attached)
@@ -33,10 +41,22 @@ class Attachments:
             attachment.check_shards(self._config)
         # Who is asked next is counted from the end.
         self._attached.insert(0, attachment)
+        attachment.wake = self._note_answer
         self.is_new = True
 
+    def _note_answer(self) -> None:
+        self.has_answer = True
+        if (wake := self._wake()) is not None:
+            wake()
+
     def attend(self, device: Device, tables: Sequence[RequestTable]) -> None:
-        """Shows all the caches, and has them put into these what they have of requests that wait for them."""
+        """Shows all the caches, and has them put into these what they have of requests that wait for them.
+
+        While a dispatch is under way it does nothing.
+        """
+        if device.num_in_flight:
+            return
+        self.has_answer = False
         if self._attached and (self.is_new or any(True for table in tables for _ in table.asking())):
             device.change_caches(lambda shard, cache: self._attend_one(cache, tables[shard]))
             self.is_new = False

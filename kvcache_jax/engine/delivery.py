@@ -1,7 +1,8 @@
 """Delivery of reports: events for the consumer, counts, and the times of each request."""
 
+import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 
@@ -177,7 +178,28 @@ class Delivery:
             )
         )
 
-    def end(self, sample: Sample, reason: Finish, now: float) -> None:
+    def cancel(self, request_id: Hashable, now: float) -> bool:
+        """Ends the samples of a request; False if there are none."""
+        found = [(table, sample) for table in self._tables for sample in table.samples_of(request_id)]
+        for table, sample in found:
+            table.end(sample, Finish.CANCELLED)
+            self._tell_end(sample, Finish.CANCELLED, now)
+        return bool(found)
+
+    def end_late(self, now: float) -> tuple[bool, float]:
+        """Ends samples whose deadline has passed; returns if there were any, and the seconds to the next."""
+        has_ended, until_next = False, math.inf
+        for table in self._tables:
+            for ends_at, sample in table.deadlines():
+                if ends_at > now:
+                    until_next = min(until_next, ends_at - now)
+                    continue
+                table.end(sample, Finish.DEADLINE)
+                self._tell_end(sample, Finish.DEADLINE, now)
+                has_ended = True
+        return has_ended, until_next
+
+    def _tell_end(self, sample: Sample, reason: Finish, now: float) -> None:
         """Tells the end of a sample, of which the consumer is told no more that the device may say."""
         if not sample.has_stopped:
             self._tell(sample, reason, now, [], [], [])
@@ -195,7 +217,7 @@ class Delivery:
         self.metrics.misses.note_reset()
         for table in self._tables:
             for sample, reason in table.send_again():
-                self.end(sample, reason, now)
+                self._tell_end(sample, reason, now)
 
     def forget_rows(self) -> None:
         """Hears that no request runs."""

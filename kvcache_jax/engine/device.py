@@ -50,6 +50,11 @@ class Arrival(NamedTuple):
     at: float
     is_late: bool  # they were there before the host asked
 
+    @property
+    def device_s(self) -> float | None:
+        """Seconds of the device, if they are known."""
+        return None if self.is_late else self.at - self.begun_at
+
 
 class _Kept(NamedTuple):
     """The rest of a state whose memory was given back: its arrays in host memory, or None."""
@@ -194,7 +199,7 @@ class Device:
 
     def shorten(self) -> None:
         """Ends the dispatches under way as soon as their lengths allow, where the device hears of it."""
-        for flight in self._in_flight:
+        for flight in tuple(self._in_flight):  # any thread calls it
             flight.length.shorten()
 
     def require_leader(self, call: str) -> None:

@@ -6,6 +6,7 @@ device does not wait for the host.
 
 import asyncio
 import dataclasses
+import math
 import secrets
 import threading
 import time
@@ -23,6 +24,7 @@ from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.decoding.arguments import as_list, check_model, require_functions
 from kvcache_jax.decoding.forward import Forward, prepared
 from kvcache_jax.decoding.options import require_option
+from kvcache_jax.engine.alarm import alarm
 from kvcache_jax.engine.attachments import Attachments
 from kvcache_jax.engine.delivery import Delivery
 from kvcache_jax.engine.device import Arrival, Device
@@ -49,11 +51,10 @@ from kvcache_jax.engine.policies import policies
 from kvcache_jax.engine.program import Inbox, outbox_len
 from kvcache_jax.engine.requests import GenerationRequest, one_namespace
 from kvcache_jax.engine.shards import Shards
-from kvcache_jax.engine.state import EngineState, Finish, outbox_width
+from kvcache_jax.engine.state import EngineState, outbox_width
 from kvcache_jax.engine.step import Model, ProcessLogits
-from kvcache_jax.engine.table import RequestTable, Sample, checked_ids
-from kvcache_jax.prefix.names import namespace as make_namespace
-from kvcache_jax.prefix.names import namespace_within
+from kvcache_jax.engine.table import RequestTable, checked_ids
+from kvcache_jax.prefix import names
 
 _MOST_ENDED = 64
 """Requests that one dispatch can be told to end."""
@@ -65,10 +66,11 @@ _POLL_S = 0.001
 class Engine:
     """Continuous batching for any model: admission, prefill, decoding and preemption in one program.
 
-    Iterate over it, with `for` or `async for`, for `TokenEvent`s until all requests have ended; push more at
-    any time between two events. It is for one consumer at a time. After an exception in the consumer, in the
-    model while it is traced, or an interrupt, it goes on where it was; after `EngineFailed`, when it is
-    `reset`.
+    Iterate over it, with `for` or `async for`, for `TokenEvent`s until all requests have ended, one consumer
+    at a time. Any thread may `push`, `cancel`, `set_params` and ask for `figures`, `metrics`, `namespace_of`
+    and `num_unfinished` at any time: none of these waits for the device. After an exception in the consumer,
+    in the model while it is traced, or an interrupt, it goes on where it was; after `EngineFailed`, when it
+    is `reset`.
 
     Args:
       forward: The model, as for `generate`; must be pure.
@@ -165,7 +167,7 @@ class Engine:
         entering = inbox_sizes(self._sizes, config)
         self._steps = size("steps_per_dispatch", steps_per_dispatch)
         params, self._forward = prepared(forward, params), forward
-        self._attached = Attachments(config, placement is not None)
+        self._attached = Attachments(config, placement is not None, self._hear_answer)
         shards = Shards(placement, config, params)
         self._num_rows = shards.num_shards * config.max_seqs
         self._tables = [
@@ -244,7 +246,7 @@ class Engine:
             for request in wanted:
                 request_id = request.id
                 if request_id is None:
-                    while self._next_id in ids or self._has_id(self._next_id):
+                    while self._next_id in ids or any(self._next_id in table for table in self._tables):
                         self._next_id += 1
                     request_id = self._next_id
                 tables = sorted(self._tables, key=lambda table: table.load_with(request))
@@ -262,10 +264,10 @@ class Engine:
         """
         request_id = hashable_id("id", request_id)
         with uninterrupted(), self._lock:
-            found = [(table, sample) for table in self._tables for sample in table.samples_of(request_id)]
-            for table, sample in found:
-                self._end(table, sample, Finish.CANCELLED)
-            return bool(found)
+            has_ended = self._delivery.cancel(request_id, self.clock())
+            if has_ended:
+                self._pace.note_news(time.monotonic(), is_awaited=True)
+            return has_ended
 
     def set_params(self, params: Any, namespace: ArrayLike | None = None) -> None:
         """Goes on with other parameters from the next dispatch on; rows that run keep their place.
@@ -280,7 +282,7 @@ class Engine:
         params = self._device.with_same_shapes(prepared(self._forward, params))
         with uninterrupted(), self._lock:
             if namespace is None:
-                namespace = make_namespace(weights=f"engine {secrets.token_hex(16)}")
+                namespace = names.namespace(weights=f"engine {secrets.token_hex(16)}")
             self._set_weights(namespace)
             self._device.params, self._has_new_weights = params, True
 
@@ -303,7 +305,7 @@ class Engine:
           >>> (engine.namespace_of(None) == engine.namespace_of(kv.namespace(tenant="a"))).any().item()
           False
         """
-        return namespace_within(self._weights, one_namespace(namespace))
+        return names.namespace_within(self._weights, one_namespace(namespace))
 
     def figures(self) -> EngineFigures:
         """Figures of the last drain; reads nothing."""
@@ -360,18 +362,19 @@ class Engine:
             pace = self._pace.choose(time.monotonic(), self.num_unfinished < self._num_rows)
             length, num_ahead = (Length(max_steps, max_steps), _DISPATCHES_AHEAD) if max_steps else pace
             with uninterrupted(), self._lock:
-                self._end_late()
-                self._attend()
+                until_late_s = self._end_late()
+                self._attached.attend(self._device, self._tables)
                 while self._device.num_in_flight < (1 if self._attached else num_ahead) and (
                     self._has_new_weights or any(table.has_work for table in self._tables)
                 ):
                     self._dispatch(length)
             if self._device.num_in_flight:
-                arrival = self._device.arrival()
+                with alarm(until_late_s if self._device.hears else math.inf, self._end_late):
+                    arrival = self._device.arrival()
                 with uninterrupted(), self._lock:
                     self._take_in(arrival, begun_s)
                     if not self.num_unfinished:
-                        self._attend()
+                        self._attached.attend(self._device, self._tables)
             elif self.num_unfinished:  # all wait for answers of what is attached
                 time.sleep(_POLL_S)
 
@@ -415,7 +418,7 @@ class Engine:
         with self._consumer, uninterrupted(), self._lock:
             while self._device.num_in_flight:
                 self._take_in(self._device.arrival(), time.thread_time())
-            self._attend()
+            self._attached.attend(self._device, self._tables)
             self._device.release(keep)
 
     def restore(self) -> None:
@@ -451,9 +454,6 @@ class Engine:
     def _has_news(self) -> bool:
         return bool(self._delivery.events or self.num_unfinished or self._device.num_in_flight)
 
-    def _has_id(self, request_id: Hashable) -> bool:
-        return any(request_id in table for table in self._tables)
-
     def _compile(self) -> None:
         """Compiles the program before the first dispatch: within `_dispatch` all pushes would wait for it."""
         if not self._is_compiled:
@@ -464,10 +464,6 @@ class Engine:
         with self._lock:  # not while the program is compiled, for pushes wait for it
             return [table.pack(False).inbox for table in self._tables]
 
-    def _attend(self) -> None:
-        if not self._device.num_in_flight:
-            self._attached.attend(self._device, self._tables)
-
     def _dispatch(self, length: Length) -> None:
         parcels = [table.pack(self._has_new_weights) for table in self._tables]
         self._device.launch([parcel.inbox for parcel in parcels], length, self._pace.ticks(self.clock()))
@@ -475,17 +471,21 @@ class Engine:
         self._has_new_weights, self._attached.is_new = False, True
         for table, parcel in zip(self._tables, parcels, strict=True):
             table.mark_sent(parcel)
+        if self._attached.has_answer:
+            self._hear_answer()
 
-    def _end(self, table: RequestTable, sample: Sample, reason: Finish) -> None:
-        table.end(sample, reason)
-        self._delivery.end(sample, reason, self.clock())
-        self._pace.note_news(time.monotonic(), is_awaited=True)
+    def _hear_answer(self) -> None:
+        """Ends what is under way, if a row is free; takes no lock, for threads that the loop may wait for."""
+        if sum(len(table) - table.num_to_send for table in self._tables) < self._num_rows:
+            self._pace.note_news(time.monotonic(), is_awaited=True)
 
-    def _end_late(self) -> None:
-        for table in self._tables:
-            for sample in table:
-                if not sample.has_stopped and sample.ends_at is not None and sample.ends_at <= self.clock():
-                    self._end(table, sample, Finish.DEADLINE)
+    def _end_late(self) -> float:
+        """Ends requests whose deadline has passed, and returns the seconds until the next one."""
+        with self._lock:
+            has_ended, until_next = self._delivery.end_late(self.clock())
+            if has_ended:
+                self._pace.note_news(time.monotonic(), is_awaited=True)
+            return until_next
 
     def _take_in(self, arrival: Arrival, begun_s: float) -> None:
         """Takes in the reports of all shards; the host's work for them began at `begun_s` of its thread."""
@@ -493,8 +493,8 @@ class Engine:
         begun_at = now - (arrival.at - arrival.begun_at)
         self._device.drop(arrival)
         num_steps, has_news = self._delivery.take_in(arrival.reports, begun_at, now)
-        if has_news:
-            self._pace.note_news(arrival.at)
+        stopped = any(table.num_to_end for table in self._tables)  # by stop strings: others are told by now
+        if has_news or stopped:
+            self._pace.note_news(arrival.at, is_awaited=stopped)
         host_s = time.thread_time() - begun_s  # waiting takes none
-        device_s = None if arrival.is_late else arrival.at - arrival.begun_at
-        self._pace.note(arrival.at, host_s, num_steps, device_s)
+        self._pace.note(arrival.at, host_s, num_steps, arrival.device_s)

@@ -16,6 +16,10 @@ _SHARE, _MOST_SHARE = 0.02, 0.03
 
 The second is of what dispatches of the most steps would not take.
 """
+_LIVE = 0.5
+"""Times these where dispatches can be shortened: who comes does not wait for their length, and the host works
+on the device's cores, which lose about as much again for each dispatch as `drain` takes.
+"""
 _LATELY_S = 1.0
 _KEPT = 0.8
 """Weight of what was measured before, beside one dispatch more."""
@@ -48,12 +52,12 @@ class Pace:
 
         It is one while requests come and go and a row is free, so that the next one to come waits for no
         other. Else it is two, and the device never waits for the host; with a free row they are half as long,
-        so that a request that comes then waits for as many steps.
+        so that a request that comes then waits for as many steps, unless it shortens them.
         """
         num_ahead = 1 if has_free_row and now - self._news_at < _LATELY_S else 2
         if not self._step_s:
             return Length(1, 1), num_ahead
-        share = num_ahead if has_free_row else 1
+        share = _LIVE if self._shorten else num_ahead if has_free_row else 1
         most = math.ceil(self._host_s / (_SHARE * self._step_s * share))
         most = min(max(most, 1), self._most_steps)
         is_cheap = self._late_more_s < _MOST_SHARE * share * self._late_s

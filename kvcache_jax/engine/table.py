@@ -202,6 +202,14 @@ class RequestTable:
         self._quiet = None
         return True
 
+    def deadlines(self) -> list[tuple[float, Sample]]:
+        """Lists the deadlines of samples that have not ended, on the host's clock."""
+        return [
+            (sample.ends_at, sample)
+            for sample in self._by_slot.values()
+            if sample.ends_at is not None and not sample.has_stopped
+        ]
+
     def load_with(self, request: GenerationRequest) -> int:
         """Counts the tokens of all samples, less what the cache may have of a request's prompt."""
         if self._seen is None:
@@ -363,6 +371,11 @@ class RequestTable:
     def num_to_send(self) -> int:
         """Samples that the device has not heard of."""
         return len(self._to_send)
+
+    @property
+    def num_to_end(self) -> int:
+        """Samples of whose end the device has not heard."""
+        return len(self._to_end)
 
 
 def _write(columns: Any, i: int, sample: Sample, sizes: TableSizes, max_seq_len: int) -> None:

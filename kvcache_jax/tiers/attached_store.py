@@ -274,6 +274,8 @@ class AttachedStore(Attachment):
                 search.found.extend(found)
             finally:
                 search.is_done.set()
+                if self.wake is not None:
+                    self.wake()
 
         self._give(_READ, read)
         return search

@@ -1,6 +1,8 @@
 """What is attached to an engine: stores that have prompts, or fail in any way, and followers of the index."""
 
+import gc
 import threading
+import weakref
 
 import jax
 import numpy as np
@@ -107,6 +109,20 @@ def test_a_store_that_fails_costs_hits_alone(store):
             assert link.close()
     if is_hanging:
         store.may_end.set()
+
+
+def test_a_store_tells_the_loop_that_it_has_an_answer():
+    """And keeps no engine that is gone."""
+    link, told = linked(kv.tiers.MemoryStore()), threading.Event()
+    link.wake, cache = told.set, kv.init(config())
+    cache, _ = link.find(cache, range(9))
+    assert told.wait(60)
+    assert link.find(cache, range(9))[1]
+    engine = weakref.ref(engine_of(link))
+    gc.collect()
+    assert engine() is None
+    link.wake()
+    assert link.close()
 
 
 class Later(Attachment):

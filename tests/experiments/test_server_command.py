@@ -3,6 +3,8 @@
 import asyncio
 import json
 import socket
+import threading
+import time
 
 import pytest
 
@@ -85,6 +87,9 @@ def test_an_engine_that_fails_for_good_ends_all_requests_and_says_so():
             self.num_unfinished = 1
             return len(requests)
 
+        def cancel(self, request_id):
+            raise AssertionError("the engine is gone")
+
         def drain(self):
             self.num_drains += 1
             if self.num_drains > 10:
@@ -117,3 +122,202 @@ def test_an_engine_that_fails_for_good_ends_all_requests_and_says_so():
     asyncio.run(serve())
     assert asgi.ask(app.make_app(service), "/health") == (503, {"status": "the engine failed: failure 3"})
     thread.close()
+
+
+class Scripted:
+    """An engine whose drains and resets are what a test says; a drain waits for its gate."""
+
+    def __init__(self):
+        self.num_unfinished, self.calls, self.events = 0, [], []
+        self.gate, self.drains = threading.Event(), threading.Event()
+        self.failures = []  # of the next calls of `drain` and `reset`: an error, or None
+
+    def push(self, requests):
+        self.calls.append(("push", *(request.id for request in requests)))
+        self.num_unfinished += len(requests)
+        return len(requests)
+
+    def cancel(self, request_id):
+        self.calls.append(("cancel", request_id))
+        self.end(request_id, "cancelled")
+
+    def end(self, request_id, reason="length"):
+        self.events.append(kv.engine.TokenEvent(request_id, 0, [7], [0.0], [], reason))
+        self.num_unfinished -= 1
+
+    def drain(self):
+        self.drains.set()
+        assert self.gate.wait(60)
+        self.fail("drain")
+
+    def reset(self):
+        self.fail("reset")
+
+    def fail(self, call):
+        self.calls.append(call)
+        if error := self.failures.pop(0) if self.failures else None:
+            raise error
+
+    def take_events(self):
+        events, self.events = self.events, []
+        return events
+
+    def metrics(self):
+        return {"calls": len(self.calls)}
+
+
+@pytest.fixture
+def scripted():
+    engine = Scripted()
+    thread = engine_thread.EngineThread(engine)
+    thread.start()
+    yield engine, thread
+    engine.gate.set()
+    thread.close()
+    assert not (thread._channels or thread._asked)
+
+
+def channel_of(thread, *names):
+    return engine_thread.Channel(thread, [kv.GenerationRequest([1], 2, id=name) for name in names])
+
+
+async def all_of(channel):
+    return [(event.id, event.finish_reason) async for event in channel.events()]
+
+
+async def until(condition):
+    while not condition():
+        await asyncio.sleep(0.005)
+
+
+def test_who_comes_and_who_leaves_does_not_wait_for_a_drain(scripted):
+    engine, thread = scripted
+
+    async def serve():
+        first, second = channel_of(thread, "a"), channel_of(thread, "b", "c")
+        assert await thread.submit(first)
+        await asyncio.to_thread(engine.drains.wait, 60)
+        assert await thread.submit(second)
+        assert await thread.metrics() == {"calls": 2}
+        first.close()
+        await until(lambda: ("cancel", "a") in engine.calls)
+        assert engine.calls == [("push", "a"), ("push", "b", "c"), ("cancel", "a")]
+        engine.end("b")
+        engine.end("c")
+        engine.gate.set()
+        assert await all_of(second) == [("b", "length"), ("c", "length")]
+
+    asyncio.run(asyncio.wait_for(serve(), 60))
+
+
+def test_an_event_that_comes_before_its_push_is_over_finds_its_client(scripted):
+    engine, thread = scripted
+    push = engine.push
+    engine.gate.set()
+
+    def slow(requests):
+        num_taken = push(requests)
+        engine.end("a")
+        thread._wake()
+        time.sleep(0.1)
+        return num_taken
+
+    engine.push = slow
+
+    async def serve():
+        channel = channel_of(thread, "a")
+        assert await thread.submit(channel)
+        assert await all_of(channel) == [("a", "length")]
+
+    asyncio.run(asyncio.wait_for(serve(), 60))
+    assert thread.end is None and not thread._num_left
+
+
+def test_a_client_that_leaves_before_its_push_is_not_pushed(scripted):
+    engine, thread = scripted
+
+    async def serve():
+        channel = channel_of(thread, "a")
+        channel.close()
+        with pytest.raises(engine_thread.Stopped, match="left before"):
+            await thread.submit(channel)
+
+    asyncio.run(asyncio.wait_for(serve(), 60))
+    assert ("push", "a") not in engine.calls
+
+
+def test_an_end_that_no_drain_brings_is_delivered(scripted):
+    """Of a request that the device never heard of: nothing is unfinished any more."""
+    engine, thread = scripted
+
+    async def serve():
+        engine.gate.set()
+        channel = channel_of(thread, "a")
+        push, engine.push = engine.push, lambda requests: push(requests) and engine.end("a") or 1
+        assert await thread.submit(channel)
+        assert await all_of(channel) == [("a", "length")]
+        await until(lambda: not thread._numbers)
+
+    asyncio.run(asyncio.wait_for(serve(), 60))
+
+
+def test_when_the_server_ends_clients_hear_of_it_at_once_and_their_requests_end(scripted):
+    engine, thread = scripted
+
+    async def serve():
+        channel = channel_of(thread, "a", "b")
+        assert await thread.submit(channel)
+        await asyncio.to_thread(engine.drains.wait, 60)
+        thread.stop()
+        with pytest.raises(engine_thread.Stopped, match="the server ends"):
+            await all_of(channel)
+        await until(lambda: engine.calls[1:] == [("cancel", "a"), ("cancel", "b")])
+        with pytest.raises(engine_thread.Stopped, match="the server ends"):
+            await thread.submit(channel_of(thread, "c"))
+        assert thread._thread.is_alive()  # in a drain
+
+    asyncio.run(asyncio.wait_for(serve(), 60))
+
+
+def test_an_engine_that_cannot_be_reset_is_reset_again(scripted):
+    engine, thread = scripted
+    failed = kv.engine.EngineFailed
+    engine.failures += [failed("in a drain"), failed("in a reset")]
+
+    async def serve():
+        channel = channel_of(thread, "a")
+        assert await thread.submit(channel)
+        engine.gate.set()
+        await until(lambda: engine.calls.count("drain") > 1)
+        assert engine.calls[1:5] == ["drain", "reset", "reset", "drain"]
+        engine.end("a")
+        assert await all_of(channel) == [("a", "length")]
+
+    asyncio.run(asyncio.wait_for(serve(), 60))
+    assert thread.end is None
+
+
+def test_an_error_of_a_requests_own_function_ends_that_request_alone(scripted):
+    """As often as it comes; one that ends nothing ends the server, the third time."""
+    engine, thread = scripted
+    fail, names = engine.fail, [f"{i}" for i in range(5)]
+
+    def fail_with(call):
+        for name in names[:1]:
+            engine.end(names.pop(0), "cancelled")
+            raise UnicodeDecodeError("utf-8", b"", 0, 0, f"of {name}")
+        fail(call)
+
+    engine.fail = fail_with
+
+    async def serve():
+        channel, last = channel_of(thread, *names), channel_of(thread, "last")
+        assert await thread.submit(channel) and await thread.submit(last)
+        engine.gate.set()
+        assert await all_of(channel) == [(f"{i}", "cancelled") for i in range(5)]
+        assert thread.end is None
+        engine.failures += [MemoryError("no room")] * 3
+        with pytest.raises(engine_thread.Stopped, match="the engine failed: no room"):
+            await all_of(last)
+
+    asyncio.run(asyncio.wait_for(serve(), 60))
