@@ -5,13 +5,15 @@ import os
 import pathlib
 import secrets
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from kvcache_jax.tiers.block_store import Data, checked_key, checked_limit
 
 _NEWEST, _SIZES = "newest", "size of "
+_MOST_LOOKS = 4
+"""At the halves for the same keys, while others write so much that one after the other begins."""
 
 
 class TensorStore:
@@ -64,28 +66,36 @@ class TensorStore:
 
     def contains(self, keys: Sequence[str]) -> list[bool]:
         """Tests which keys have a value."""
-        ranges = [self._ts.KvStore.KeyRange(checked_key(key), key + "\0") for key in keys]
-        found = [False] * len(keys)
-        for values in self._stores():
+        found = dict.fromkeys(map(checked_key, keys), False)
+        for values, _ in self._places():
+            left = [key for key, is_there in found.items() if not is_there]
+            ranges = [self._ts.KvStore.KeyRange(key, key + "\0") for key in left]
             listed = [future.result() for future in [values.list(each) for each in ranges]]
-            found = [was or bool(is_one) for was, is_one in zip(found, listed, strict=True)]
-        return found
+            found |= dict(zip(left, map(bool, listed), strict=True))
+            if all(found.values()):
+                break
+        return [found[key] for key in keys]
 
     def get(self, keys: Sequence[str]) -> list[Data | None]:
         """Reads the value of each key; None for a miss."""
-        newest, *older = self._stores()
-        found = self._read(newest, [checked_key(key) for key in keys])
-        for values in older:
-            left = [i for i, result in enumerate(found) if result.state != "value"]
-            stamps = {keys[i]: found[i].stamp.generation for i in left}
-            for i, result in zip(left, self._read(values, [keys[i] for i in left]), strict=True):
-                found[i] = result
-            moved = [(keys[i], found[i].value) for i in left if found[i].state == "value"]
-            # What was read is returned, also where it cannot be written, or another process wrote meanwhile.
-            with self._lock, contextlib.suppress(ValueError, RuntimeError, OSError):
-                while moved:
-                    moved = self._put_some(moved, stamps)
-        return [result.value if result.state == "value" else None for result in found]
+        found: dict[str, bytes] = {}
+        moved, stamps, left = [], {}, [*dict.fromkeys(map(checked_key, keys))]
+        for values, is_older in self._places():
+            for key, result in zip(left, self._read(values, left), strict=True):
+                if result.state == "value":
+                    found[key] = result.value
+                    if is_older:
+                        moved.append((key, result.value))
+                elif not is_older:
+                    stamps[key] = result.stamp.generation
+            left = [key for key in left if key not in found]
+            if not left:
+                break
+        # What was read is returned, also where it cannot be written, or another process wrote meanwhile.
+        with self._lock, contextlib.suppress(ValueError, RuntimeError, OSError):
+            while moved:
+                moved = self._put_some(moved, stamps)
+        return [found.get(key) for key in keys]
 
     def put(self, items: Sequence[tuple[str, Data]]) -> None:
         """Writes pairs of a key and a value in one transaction, or where halves are full in several."""
@@ -102,7 +112,7 @@ class TensorStore:
 
     def remove(self, keys: Sequence[str]) -> None:
         """Removes values; keys without one are skipped."""
-        for values in self._stores():
+        for values, _ in self._places():
             self._write(values, [(checked_key(key), None) for key in keys])
 
     def _put_some(
@@ -133,12 +143,22 @@ class TensorStore:
             self._root.delete_range(self._ts.KvStore.KeyRange(self._name(0), self._name(number))).result()
         return pairs
 
-    def _stores(self) -> list[Any]:
-        """Lists where values may be, the newest first."""
+    def _places(self) -> Iterator[tuple[Any, bool]]:
+        """Yields where values may be, the newest first, and whether it is the older half.
+
+        Where a half begins meanwhile the last two come again, for values move from one to the next.
+        """
         if self.max_bytes is None:
-            return [self._root]
-        number, _ = self._newest()
-        return [self._half(number), self._half(number - 1)]
+            yield self._root, False
+            return
+        before = None
+        for _ in range(_MOST_LOOKS):
+            number, _ = self._newest()
+            if number == before:
+                return
+            yield self._half(number), False
+            yield self._half(number - 1), True
+            before = number
 
     def _newest(self) -> tuple[int, Any]:
         """Reads the newer half's number, which another process may have raised, and its stamp."""

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from unittest.mock import Mock
 
 import numpy as np
@@ -167,6 +168,17 @@ def test_a_limit_that_is_none_is_refused(tmp_path, max_bytes):
             make(max_bytes=max_bytes)
 
 
+def test_a_directory_of_others_is_read(tmp_path, monkeypatch):
+    """Who may not write there cannot note the time of a use."""
+    DirectoryStore(tmp_path).put([(KEYS[0], b"value")])
+    monkeypatch.setattr(os, "utime", Mock(side_effect=PermissionError(1, "Operation not permitted")))
+    found = None
+    with contextlib.suppress(OSError):
+        found = read(DirectoryStore(tmp_path), KEYS[:2])
+    assert found == [b"value", None]
+    os.utime.assert_called_once()  # type: ignore
+
+
 def test_values_used_longest_ago_make_room(tmp_path):
     limited = [kv.tiers.MemoryStore(100), DirectoryStore(tmp_path, max_bytes=100)]
     for store in limited:
@@ -200,6 +212,26 @@ def test_a_pool_of_mooncake_serves_all_who_joined_it(tmp_path):
             call()
 
 
+def test_a_pool_of_mooncake_that_does_not_remove_says_so(monkeypatch):
+    """Its codes are -704 for no value, and -703 for one that is being written."""
+    pool = Mock(setup=Mock(return_value=0), batch_remove=Mock(return_value=[0, -704]))
+    module = types.SimpleNamespace(MooncakeDistributedStore=lambda: pool)
+    for name in ("mooncake", "mooncake.store"):
+        monkeypatch.setitem(sys.modules, name, module)
+    with socket.create_server(("127.0.0.1", 0)) as master:
+        store = kv.tiers.MooncakeStore(f"127.0.0.1:{master.getsockname()[1]}")
+    said = []
+    for codes in ([0, -704], [-704, -703]):
+        pool.batch_remove.return_value = codes
+        try:
+            store.remove(KEYS[:2])
+        except OSError as error:
+            said.append(str(error))
+    assert len(said) == 1 and "batch_remove gives the code -703, expected a master" in said[0]
+    store.remove([])
+    assert pool.batch_remove.call_count == 2
+
+
 def test_a_limited_tensorstore_is_within_its_folder_and_keeps_what_is_newer(tmp_path):
     store, other = (
         kv.tiers.TensorStore({"driver": "ocdbt", "base": f"file://{tmp_path}/cache"}, max_bytes=1000)
@@ -223,6 +255,25 @@ def test_a_limited_tensorstore_is_within_its_folder_and_keeps_what_is_newer(tmp_
     for key in KEYS[:4]:
         store.put([(key, bytes(400))])
     assert not (tmp_path / "cache" / f"{0:012}" / "file").exists()
+
+
+@pytest.mark.parametrize("call", ["get", "contains"])
+def test_a_value_that_moves_while_it_is_looked_for_is_found(tmp_path, call):
+    """Another process reads it in the older half, and so begins a newer one."""
+    store, other = (kv.tiers.TensorStore(tmp_path, max_bytes=1000) for _ in range(2))
+    for key in KEYS[:2]:
+        store.put([(key, bytes(400))])
+    half = store._half
+
+    def half_late(number):
+        if number == 1:
+            store._half = half
+            assert read(other, KEYS[:1]) == [bytes(400)]
+        return half(number)
+
+    store._half = half_late
+    assert [bool(found) for found in getattr(store, call)(KEYS[:3])] == [True, True, False]
+    assert store._half == half
 
 
 def num_bytes_in(folder):
