@@ -31,7 +31,10 @@ def get_at(array: jax.Array, index: Index, fill: float | None = None) -> jax.Arr
     if fill is None:
         return found
     is_inside = _is_inside(index if isinstance(index, tuple) else (index,), array.shape)
-    is_inside = lax.broadcast_in_dim(is_inside, found.shape, range(is_inside.ndim))
+    sharding = jax.typeof(found).sharding  # of explicit mesh axes
+    is_inside = lax.broadcast_in_dim(
+        is_inside, found.shape, range(is_inside.ndim), out_sharding=sharding if any(sharding.spec) else None
+    )
     return lax.select(is_inside, found, lax.full_like(found, fill))
 
 

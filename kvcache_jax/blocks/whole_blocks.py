@@ -6,9 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from kvcache_jax.arrays.derivatives import reverse_mode_only
-from kvcache_jax.arrays.masked_updates import get_at, set_at
+from kvcache_jax.arrays.masked_updates import get_at
 from kvcache_jax.arrays.sharding import axis_of_types, axis_to_map, over_heads
 from kvcache_jax.blocks.storage import rows_of_all_layers
 from kvcache_jax.core.backends import Backend
@@ -43,6 +44,7 @@ def write_blocks(
     config: CacheConfig, group: LayerGroup, pool: KVPool, block_ids: jax.Array, arrays: Arrays
 ) -> KVPool:
     """Writes contents into blocks i32[...], different ones, in place under donation; elsewhere nothing."""
+    arrays = _split_as(pool, arrays)
     by_xla, backend = functools.partial(_write_by_xla, group), _backend_of(config, group, pool)
     write = backend and backend.write_blocks
     if write is None:
@@ -81,7 +83,26 @@ def _read_by_xla(group: LayerGroup, pool: KVPool, block_ids: jax.Array) -> Array
 def _write_by_xla(group: LayerGroup, operands: tuple[KVPool, Arrays], block_ids: jax.Array) -> KVPool:
     pool, arrays = operands
     rows = rows_of_all_layers(pool, group, block_ids)
-    return KVPool(arrays={name: set_at(x, rows, arrays[name]) for name, x in pool.arrays.items()})
+
+    def write(pool: jax.Array, new: jax.Array) -> jax.Array:
+        # Of rows that may be equal, jax computes the gradient by a scatter that no explicit axis splits.
+        new = jnp.asarray(new, pool.dtype)
+        return pool.at[rows].set(new, mode="drop", unique_indices=True, wrap_negative_indices=False)
+
+    return KVPool(arrays={name: write(x, arrays[name]) for name, x in pool.arrays.items()})
+
+
+def _split_as(pool: KVPool, arrays: Arrays) -> Arrays:
+    """Splits contents as the pool's heads, where its type tells: who made them need not know of the mesh."""
+
+    def split(name: str) -> jax.Array:
+        x, like = arrays[name], jax.typeof(pool.arrays[name])
+        if not any(like.sharding.spec):
+            return x
+        spec = PartitionSpec(*[None] * (x.ndim - like.ndim), *like.sharding.spec)
+        return jax.sharding.reshard(x, NamedSharding(like.sharding.mesh, spec))
+
+    return {name: split(name) for name in arrays}
 
 
 def _heads(
@@ -101,11 +122,10 @@ def _with_gradient_of[T, R](
     block_ids: jax.Array,
 ) -> R:
     """Runs the backend's function, which is linear in the operands; XLA computes its gradient."""
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), operands)
+    types = jax.tree.map(jax.typeof, operands)  # which say how heads are split
 
     def backward(block_ids: jax.Array, grads: R) -> tuple[T, None]:
-        zeros = jax.tree.map(jnp.zeros_like, shapes)
-        (moved,) = jax.vjp(lambda operands: by_xla(operands, block_ids), zeros)[1](grads)
+        (moved,) = jax.linear_transpose(lambda operands: by_xla(operands, block_ids), types)(grads)
         return moved, None
 
     run = jax.custom_vjp(by_backend)

@@ -16,6 +16,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -252,6 +253,7 @@ class DistributedTeam(Team):
             except Exception as error:
                 if self._lost:
                     self._end()
+                traceback.print_exc()  # the leader is told its last line alone
                 self._note_failure(error)  # the leader has the same one, or has to know it
             finally:
                 self._runs = False

@@ -21,6 +21,8 @@ from kvcache_jax.processes.index_events import (
 
 _END = b"\xff" * 8  # -1
 _POLL_SECONDS = 0.02
+_MOST_REQUESTS = 64
+"""Of a client that wait for it to read; it gets no answer to more."""
 
 
 class EventPublisher(Attachment, contextlib.AbstractContextManager):
@@ -77,7 +79,9 @@ class EventPublisher(Attachment, contextlib.AbstractContextManager):
         self._zmq, self._encode = zmq, msgspec.msgpack.encode
         self._topic, self._rank = topic.encode(), rank
         self._waiting: queue.Queue[bytes] = queue.Queue(max_batches)
-        self._sent: collections.deque[tuple[int, bytes]] = collections.deque(maxlen=max_batches)
+        self._sent: collections.deque[tuple[bytes, bytes]] = collections.deque(maxlen=max_batches)
+        # By client the answers that it has not taken yet, the last message first.
+        self._answers: dict[bytes, collections.deque[list[tuple[bytes, bytes]]]] = {}
         self._number = 0
         self._followers: dict[int, IndexFollower] = collections.defaultdict(IndexFollower)  # by shard
         self._late = set[int]()
@@ -134,8 +138,8 @@ class EventPublisher(Attachment, contextlib.AbstractContextManager):
         socket = stack.enter_context(self._context.socket(kind))
         socket.linger = 1000  # milliseconds that closing waits for the network
         if kind == self._zmq.ROUTER:
-            # However slowly a client reads that asks once, it gets all that is kept.
-            socket.sndhwm = self._waiting.maxsize + 1
+            # What a client does not take now waits for it, and is not left out.
+            socket.router_mandatory = True
         try:
             socket.bind(address)
         except self._zmq.ZMQError as error:
@@ -151,22 +155,39 @@ class EventPublisher(Attachment, contextlib.AbstractContextManager):
                 with contextlib.suppress(queue.Empty):
                     self._send(self._waiting.get(timeout=_POLL_SECONDS))
                 while self._replay is not None and self._replay.poll(0):
-                    self._send_again(self._replay.recv_multipart())
+                    self._answer(self._replay.recv_multipart())
+                for client in (*self._answers,):
+                    self._send_again(client)
 
     def _send(self, payload: bytes) -> None:
-        number, self._number = self._number, self._number + 1
-        self._sent.append((number, payload))
-        self._publisher.send_multipart((self._topic, number.to_bytes(8, "big"), payload))
+        message, self._number = (self._number.to_bytes(8, "big"), payload), self._number + 1
+        self._sent.append(message)
+        self._publisher.send_multipart((self._topic, *message))
 
-    def _send_again(self, request: list[bytes]) -> None:
-        assert self._replay is not None
+    def _answer(self, request: list[bytes]) -> None:
         if len(request) != 3 or len(request[2]) != 8:  # of a client that speaks something else
             return
-        client, first = request[0], int.from_bytes(request[2], "big")
-        for number, payload in self._sent:
-            if number >= first:
-                self._replay.send_multipart((client, b"", number.to_bytes(8, "big"), payload))
-        self._replay.send_multipart((client, b"", _END, b""))
+        client, _, first = request
+        answers = self._answers.setdefault(client, collections.deque())
+        if len(answers) < _MOST_REQUESTS:
+            again = [message for message in self._sent if message[0] >= first]  # numbers as bytes
+            answers.append([(_END, b""), *reversed(again)])
+
+    def _send_again(self, client: bytes) -> None:
+        """Sends a client as much as it takes now."""
+        assert self._replay is not None
+        answers = self._answers[client]
+        try:
+            while answers:
+                while answers[0]:
+                    self._replay.send_multipart((client, b"", *answers[0][-1]), self._zmq.NOBLOCK)
+                    answers[0].pop()
+                answers.popleft()
+        except self._zmq.Again:
+            return
+        except self._zmq.ZMQError:
+            pass  # it is gone
+        del self._answers[client]
 
 
 def _fields_of(event: IndexEvent) -> list[Any]:

@@ -253,7 +253,8 @@ class AttachedStore(Attachment):
         new = set(look.named.update(blocks, keyed_by(scopes, cache.config.indexed_group)))
         for links, before in zip(blocks.links, look.links or [None] * len(blocks.links), strict=True):
             if links is not None and before is not None and len(links) == len(before):
-                new.update(np.flatnonzero((links != before).any(axis=1)).tolist())
+                changed = np.flatnonzero((links != before).any(axis=1)).tolist()
+                new.update(block for block in changed if look.named.names[block])
         look.links = blocks.links
         return new
 

@@ -1,5 +1,6 @@
 """A store of blocks in a directory, which several processes may read and write."""
 
+import contextlib
 import json
 import mmap
 import os
@@ -119,7 +120,8 @@ class DirectoryStore:
     def _read(self, file: pathlib.Path) -> Data | None:
         try:
             with open(file, "rb") as opened:
-                os.utime(opened.fileno())  # the time of its use, which mounts may not note
+                with contextlib.suppress(OSError):  # where others' files may be read alone
+                    os.utime(opened.fileno())  # the time of its use, which mounts may not note
                 return memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
         except FileNotFoundError:
             return None

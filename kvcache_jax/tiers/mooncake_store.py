@@ -8,6 +8,8 @@ from kvcache_jax.tiers.block_store import Data, checked_key
 
 _END = b"."
 """Of each value, for an empty one and a miss are the same there."""
+_NOT_FOUND = -704
+"""The code that `batch_remove` gives for a key without a value."""
 
 
 class MooncakeStore:
@@ -96,7 +98,8 @@ class MooncakeStore:
     def remove(self, keys: Sequence[str]) -> None:
         """Removes values; keys without one are skipped."""
         if keys:
-            self._pool.batch_remove(self._names(keys), True)  # also those that were just read
+            codes = self._pool.batch_remove(self._names(keys), True)  # also those that were just read
+            _check("batch_remove", *(code for code in codes if code != _NOT_FOUND))
 
     def close(self) -> None:
         """Leaves the pool, with the memory that this process gave."""

@@ -5,13 +5,17 @@ import os
 import pathlib
 import secrets
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from kvcache_jax.tiers.block_store import Data, checked_key, checked_limit
 
 _NEWEST, _SIZES = "newest", "size of "
+_MOST_LOOKS = 4
+"""At the halves for the same keys, while others write so much that one after the other begins."""
+# Of `ocdbt`, as measured with keys of 64 digits: a transaction writes the tree of all keys, and a manifest.
+_ENTRY_BYTES, _MOST_INLINED, _TRANSACTION_BYTES = 112, 100, 400
 
 
 class TensorStore:
@@ -25,10 +29,10 @@ class TensorStore:
     Attributes:
       spec: The store as TensorStore describes it. A path means `ocdbt` there, which keeps many values in
         few files and which several processes may write.
-      max_bytes: Bytes of values, written again or not, of all processes together. What processes write at
-        the same moment comes on top, and what the database itself takes: little for values of 10 kB and more
-        or for many at a time, several times as much as small values that are put one by one. A value of more
-        than half of the limit is not kept. None for no limit.
+      max_bytes: Bytes that values take, written again or not, of all processes together. What the database
+        writes with each `put` counts, which is some 100 bytes for each value that it has: so few small values
+        are kept that are put one by one. What processes write at the same moment comes on top. A value that
+        takes more than half of the limit is not kept. None for no limit.
 
     Raises:
       ImportError: tensorstore is missing; the extra `tensorstore` brings it.
@@ -57,35 +61,41 @@ class TensorStore:
         self._ts: Any = tensorstore
         self._context = tensorstore.Context()
         self._lock, self._writer, self._halves = threading.Lock(), secrets.token_hex(8), dict[int, Any]()
-        is_database = max_bytes is not None and self.spec.get("driver") == "ocdbt"
-        self._root: Any = self._open(self.spec["base"] if is_database else self.spec)
-        if is_database and self._root.path and not self._root.path.endswith("/"):
+        self._is_database = self.spec.get("driver") == "ocdbt"
+        are_halves = max_bytes is not None and self._is_database
+        self._root: Any = self._open(self.spec["base"] if are_halves else self.spec)
+        if are_halves and self._root.path and not self._root.path.endswith("/"):
             self._root = self._root + "/"
 
     def contains(self, keys: Sequence[str]) -> list[bool]:
         """Tests which keys have a value."""
-        ranges = [self._ts.KvStore.KeyRange(checked_key(key), key + "\0") for key in keys]
-        found = [False] * len(keys)
-        for values in self._stores():
-            listed = [future.result() for future in [values.list(each) for each in ranges]]
-            found = [was or bool(is_one) for was, is_one in zip(found, listed, strict=True)]
-        return found
+        found = dict.fromkeys(map(checked_key, keys), False)
+        for values, _ in self._places():
+            found |= self._are_in(values, [key for key, is_there in found.items() if not is_there])
+            if all(found.values()):
+                break
+        return [found[key] for key in keys]
 
     def get(self, keys: Sequence[str]) -> list[Data | None]:
         """Reads the value of each key; None for a miss."""
-        newest, *older = self._stores()
-        found = self._read(newest, [checked_key(key) for key in keys])
-        for values in older:
-            left = [i for i, result in enumerate(found) if result.state != "value"]
-            stamps = {keys[i]: found[i].stamp.generation for i in left}
-            for i, result in zip(left, self._read(values, [keys[i] for i in left]), strict=True):
-                found[i] = result
-            moved = [(keys[i], found[i].value) for i in left if found[i].state == "value"]
-            # What was read is returned, also where it cannot be written, or another process wrote meanwhile.
-            with self._lock, contextlib.suppress(ValueError, RuntimeError, OSError):
-                while moved:
-                    moved = self._put_some(moved, stamps)
-        return [result.value if result.state == "value" else None for result in found]
+        found: dict[str, bytes] = {}
+        moved, stamps, left = [], {}, [*dict.fromkeys(map(checked_key, keys))]
+        for values, is_older in self._places():
+            for key, result in zip(left, self._read(values, left), strict=True):
+                if result.state == "value":
+                    found[key] = result.value
+                    if is_older:
+                        moved.append((key, result.value))
+                elif not is_older:
+                    stamps[key] = result.stamp.generation
+            left = [key for key in left if key not in found]
+            if not left:
+                break
+        # What was read is returned, also where it cannot be written, or another process wrote meanwhile.
+        with self._lock, contextlib.suppress(ValueError, RuntimeError, OSError):
+            while moved:
+                moved = self._put_some(moved, stamps)
+        return [found.get(key) for key in keys]
 
     def put(self, items: Sequence[tuple[str, Data]]) -> None:
         """Writes pairs of a key and a value in one transaction, or where halves are full in several."""
@@ -93,17 +103,20 @@ class TensorStore:
         if self.max_bytes is None:
             self._write(self._root, pairs)
             return
-        if large := [key for key, value in pairs if len(value) > self.max_bytes // 2]:
+        if large := [key for key, value in pairs if self._is_large(value)]:
             self.remove(large)
-        pairs = [pair for pair in pairs if len(pair[1]) <= self.max_bytes // 2]
+        pairs = [pair for pair in pairs if not self._is_large(pair[1])]
         with self._lock:
             while pairs:
                 pairs = self._put_some(pairs)
 
     def remove(self, keys: Sequence[str]) -> None:
         """Removes values; keys without one are skipped."""
-        for values in self._stores():
-            self._write(values, [(checked_key(key), None) for key in keys])
+        for values, _ in self._places():
+            found = self._are_in(values, [*map(checked_key, keys)])
+            # Of a database also a transaction that changes nothing may take room.
+            if there := [(key, None) for key, is_there in found.items() if is_there]:
+                self._write(values, there)
 
     def _put_some(
         self, pairs: list[tuple[str, bytes]], stamps: Mapping[str, Any] = MappingProxyType({})
@@ -114,17 +127,22 @@ class TensorStore:
         """
         assert self.max_bytes is not None
         number, stamp = self._newest()
-        values, most = self._half(number), self.max_bytes // 2
-        sizes = values.list(self._ts.KvStore.KeyRange(_SIZES, _SIZES + "~")).result()
-        sizes = {key.decode(): int(values.read(key).result().value or 0) for key in sizes}
-        num_own, num_left = sizes.get(_SIZES + self._writer, 0), most - sum(sizes.values())
-        num_taken = 0
+        values, own = self._half(number), _SIZES + self._writer
+        names = values.list(self._ts.KvStore.KeyRange(_SIZES, _SIZES + "~")).result()
+        sizes = {name.decode(): _numbers(values.read(name).result().value) for name in names}
+        num_bytes, num_in_nodes = map(sum, zip((0, 0), *sizes.values(), strict=True))
+        num_taken, num_new = 0, 0
         for _, value in pairs:
-            if len(value) > num_left:
+            nodes = num_in_nodes + self._bytes_in_nodes(value)
+            if num_bytes + num_new + len(value) + self._bytes_of_put(nodes) > self.max_bytes // 2:
                 break
-            num_taken, num_own, num_left = num_taken + 1, num_own + len(value), num_left - len(value)
+            num_taken, num_new, num_in_nodes = num_taken + 1, num_new + len(value), nodes
         if num_taken:
-            self._write(values, [*pairs[:num_taken], (_SIZES + self._writer, b"%d" % num_own)], stamps)
+            num_own, num_own_in_nodes = sizes.get(own, (0, 0))
+            num_own += num_new + self._bytes_of_put(num_in_nodes)
+            num_own_in_nodes += sum(self._bytes_in_nodes(value) for _, value in pairs[:num_taken])
+            size = own, b"%d %d" % (num_own, num_own_in_nodes)
+            self._write(values, [*pairs[:num_taken], size], stamps)
         pairs = pairs[num_taken:]
         if pairs:
             # Of processes that find it full at once, one makes the next.
@@ -133,12 +151,36 @@ class TensorStore:
             self._root.delete_range(self._ts.KvStore.KeyRange(self._name(0), self._name(number))).result()
         return pairs
 
-    def _stores(self) -> list[Any]:
-        """Lists where values may be, the newest first."""
+    def _bytes_in_nodes(self, value: bytes) -> int:
+        """Bounds what the database's nodes keep of a value and of its key."""
+        inlined = len(value) if len(value) <= _MOST_INLINED else 0
+        return _ENTRY_BYTES + inlined if self._is_database else 0
+
+    def _bytes_of_put(self, num_in_nodes: int) -> int:
+        """Bounds what a transaction writes beside values: all nodes, of which the ones before stay too."""
+        return _TRANSACTION_BYTES + num_in_nodes if self._is_database else 0
+
+    def _is_large(self, value: bytes) -> bool:
+        assert self.max_bytes is not None
+        num_bytes = len(value) + self._bytes_of_put(self._bytes_in_nodes(value))
+        return num_bytes > self.max_bytes // 2
+
+    def _places(self) -> Iterator[tuple[Any, bool]]:
+        """Yields where values may be, the newest first, and whether it is the older half.
+
+        Where a half begins meanwhile the last two come again, for values move from one to the next.
+        """
         if self.max_bytes is None:
-            return [self._root]
-        number, _ = self._newest()
-        return [self._half(number), self._half(number - 1)]
+            yield self._root, False
+            return
+        before = None
+        for _ in range(_MOST_LOOKS):
+            number, _ = self._newest()
+            if number == before:
+                return
+            yield self._half(number), False
+            yield self._half(number - 1), True
+            before = number
 
     def _newest(self) -> tuple[int, Any]:
         """Reads the newer half's number, which another process may have raised, and its stamp."""
@@ -150,7 +192,7 @@ class TensorStore:
         place = self._halves.get(number)
         if place is None:
             place = self._root + self._name(number)
-            if self.spec.get("driver") == "ocdbt":
+            if self._is_database:
                 place = self._open({**self.spec, "base": place.spec().to_json()})
             kept = {each: values for each, values in self._halves.items() if abs(number - each) == 1}
             self._halves = kept | {number: place}
@@ -161,6 +203,11 @@ class TensorStore:
 
     def _open(self, spec: Any) -> Any:
         return self._ts.KvStore.open(spec, context=self._context).result()
+
+    def _are_in(self, values: Any, keys: Sequence[str]) -> dict[str, bool]:
+        ranges = [self._ts.KvStore.KeyRange(key, key + "\0") for key in keys]
+        listed = [future.result() for future in [values.list(each) for each in ranges]]
+        return dict(zip(keys, map(bool, listed), strict=True))
 
     def _read(self, values: Any, keys: Sequence[str]) -> list[Any]:
         return [future.result() for future in [values.read(key) for key in keys]]
@@ -175,3 +222,9 @@ class TensorStore:
             values = values.with_transaction(transaction)
             for future in [values.write(key, value, if_equal=stamps.get(key)) for key, value in items]:
                 future.result()
+
+
+def _numbers(text: bytes) -> tuple[int, int]:
+    """Reads what a process wrote to a half: bytes of all transactions, and bytes that nodes keep."""
+    num_bytes, _, in_nodes = text.partition(b" ")
+    return int(num_bytes or 0), int(in_nodes or 0)

@@ -8,9 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu  # noqa: F401  imported later, it would make jax trace anew
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import kvcache_jax as kv
 from kvcache_jax import testing
+from kvcache_jax.blocks import whole_blocks
+from kvcache_jax.blocks.storage import rows_of_all_layers
+from kvcache_jax.core.state import KVPool
 from pallas_kernels import mosaic_gpu, mosaic_tpu
 from tests.attention.kernel_configs import IMPLEMENTATIONS, config_of, run_interpreted
 
@@ -123,3 +127,56 @@ def test_the_gradient_of_blocks_that_leave_and_come_back_is_xlas(called):
     got = run_interpreted(lambda: gradient(config))
     assert_same_bits((got, wanted))
     assert called == {"gather_blocks", "scatter_blocks"}
+
+
+def gather_all(pool, block_ids, group):
+    """Reads blocks as a backend does, by no kernel."""
+    rows = rows_of_all_layers(pool, group, block_ids)
+    return {name: x.at[rows].get(mode="fill", fill_value=0) for name, x in pool.arrays.items()}
+
+
+def scatter_all(pool, arrays, block_ids, group):
+    rows = rows_of_all_layers(pool, group, block_ids)
+    return KVPool(arrays={name: x.at[rows].set(arrays[name], mode="drop") for name, x in pool.arrays.items()})
+
+
+PLAIN = kv.backends.Backend("test: blocks", lambda *_: None, read_blocks=gather_all, write_blocks=scatter_all)
+kv.backends.register_backend(PLAIN)
+
+
+@pytest.mark.parametrize(
+    "implementation", ["xla", PLAIN.name, pytest.param("mosaic_tpu", marks=pytest.mark.slow)]
+)
+def test_blocks_of_heads_split_over_explicit_axes_have_gradients(implementation):
+    """Those without a mesh, split as the pool's heads."""
+    config = config_of("mosaic_tpu", windows=[None] * 2, num_blocks=4)
+    config = dataclasses.replace(config, implementation=implementation)
+    group = config.groups[0]
+    read_ids, write_ids = np.array([[2, 9], [-1, 2]], np.int32), np.array([3, 1, 4], np.int32)
+    rng = np.random.default_rng(0)
+    shape = (2 * 4, *dict(group.arrays)["k"].shape)
+    pool = {name: rng.standard_normal(shape).astype(np.float32) for name in "kv"}
+    new = {name: rng.standard_normal((3, 2, *shape[1:])).astype(np.float32) for name in "kv"}
+
+    def loss(pool, new):
+        written = whole_blocks.write_blocks(config, group, KVPool(arrays=pool), write_ids, new)
+        read = whole_blocks.read_blocks(config, group, written, read_ids)
+        return sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves((read, written)))
+
+    def gradient(*operands):
+        return run_interpreted(lambda: jax.jit(jax.grad(loss, argnums=(0, 1)))(*operands))
+
+    wanted = gradient(pool, new)
+    mesh = jax.make_mesh((2,), ("heads",), axis_types=(AxisType.Explicit,))
+    in_pool, in_new = (NamedSharding(mesh, PartitionSpec(*[None] * at, "heads")) for at in (1, 2))
+    # Contents that came from a store are whole.
+    places = {"k": in_pool, "v": in_pool}, {"k": in_new, "v": NamedSharding(mesh, PartitionSpec())}
+    with jax.set_mesh(mesh):
+        try:
+            got = gradient(*jax.device_put((pool, new), places))
+        except (TypeError, ValueError) as error:
+            got = error
+    assert not isinstance(got, Exception), got
+    for place, one, other in zip(*map(jax.tree.leaves, (places, got, wanted)), strict=True):
+        assert one.sharding.is_equivalent_to(place, one.ndim)
+        np.testing.assert_allclose(one, other, rtol=1e-6)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src import distributed
 
 import kvcache_jax as kv
 from kvcache_jax.core.team import marks_of
@@ -177,8 +178,10 @@ def test_all_processes_end_well_where_one_takes_long_to_sign_off():
 
 @pytest.mark.slow
 def test_an_error_in_the_model_of_one_process_is_named():
-    code, [said], _ = run_workers(2, "raising:")[LEADER]
+    found = run_workers(2, "raising:")
+    code, [said], _ = found[LEADER]
     assert code == 3 and said["failed"] == "process 1 failed: OSError: a disk is full"
+    assert "Traceback" in found[DOOMED][2] and "OSError: a disk is full" in found[DOOMED][2]
 
 
 @pytest.mark.slow
@@ -251,6 +254,48 @@ def test_a_coordinator_that_cannot_be_there_is_named():
     check(f"127.0.0.1:{free_port()}", LEADER)
     with pytest.raises(ValueError, match="address is 'host0', expected a host and a port such as 'host0:12"):
         check("host0", LEADER)
+
+
+class Board:
+    """The coordination service's store, of one process."""
+
+    def __init__(self):
+        self.values = {}
+
+    def key_value_set_bytes(self, key, value, allow_overwrite=False):
+        self.values[key] = value
+
+    def key_value_delete(self, key):
+        self.values.pop(key, None)
+
+    def blocking_key_value_get_bytes(self, key, timeout_ms):
+        return self.values[key]
+
+    def key_value_dir_get_bytes(self, folder):
+        return [(key, value) for key, value in [*self.values.items()] if key.startswith(folder)]
+
+
+@pytest.mark.filterwarnings("ignore:.*(RECOVERABILITY|collective_timeout)")
+def test_a_follower_that_fails_prints_its_traceback(monkeypatch, capsys):
+    """The leader is told the last line, and the follower goes on."""
+
+    def obey(order, path):
+        done.append(order)
+        pathlib.Path(path).read_bytes()
+
+    assert jax.devices()  # with this client no backend would start
+    board, done = Board(), []
+    monkeypatch.setattr(distributed.global_state, "client", board)
+    team = kv.processes.DistributedTeam()
+    team.join(obey)
+    for order in ((0, "first", ("/nowhere",)), (0, "second", (__file__,)), None):
+        team._send(order)
+    team._num_orders = 0
+    team._follow()
+    err = capsys.readouterr().err
+    assert "Traceback" in err and "in obey" in err and err.endswith("directory: '/nowhere'\n")
+    [failure] = [value for key, value in board.values.items() if "failed" in key]
+    assert failure.startswith(b"1 0 [Errno 2]") and done == ["first", "second"]
 
 
 def test_a_team_needs_several_processes():

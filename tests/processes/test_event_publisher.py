@@ -1,5 +1,6 @@
 """Events on a socket: numbered, sent again on request, in the bytes that subscribers of vLLM decode."""
 
+import contextlib
 import queue
 import struct
 import sys
@@ -99,21 +100,32 @@ def subscribed(context, publisher, topic=""):
     raise AssertionError("no message came in 10 s")
 
 
-def replayed(context, publisher, first, reads_after=0.0):
-    """Asks for all messages from a number on."""
+@contextlib.contextmanager
+def asking(context, publisher, *firsts):
+    """Asks for all messages from some numbers on, one after the other."""
     with context.socket(zmq.DEALER) as socket:
         socket.linger = 0
         socket.connect(publisher.replay_endpoint)
-        socket.send_multipart((b"", struct.pack(">q", first)))
+        for first in firsts:
+            socket.send_multipart((b"", struct.pack(">q", first)))
+        yield socket
+
+
+def answer(socket):
+    found = []
+    while True:
+        empty, number, payload = received(socket)
+        assert empty == b""
+        if int.from_bytes(number, "big", signed=True) == -1:
+            assert payload == b""
+            return found
+        found.append((int.from_bytes(number, "big"), payload))
+
+
+def replayed(context, publisher, first, reads_after=0.0):
+    with asking(context, publisher, first) as socket:
         time.sleep(reads_after)
-        found = []
-        while True:
-            empty, number, payload = received(socket)
-            assert empty == b""
-            if int.from_bytes(number, "big", signed=True) == -1:
-                assert payload == b""
-                return found
-            found.append((int.from_bytes(number, "big"), payload))
+        return answer(socket)
 
 
 def test_a_subscriber_decodes_what_was_published_and_gets_again_what_it_missed(context):
@@ -153,6 +165,27 @@ def test_a_replay_is_whole_for_a_client_that_reads_late(context):
             time.sleep(0.01)
         found = replayed(context, publisher, 0, reads_after=1.0)
     assert [number for number, _ in found] == [*range(6001)]
+
+
+def test_a_client_that_asks_three_times_at_once_gets_three_answers(context):
+    """Of more messages than it and the network take; one that goes meanwhile leaves nothing."""
+    event, address = BlockStored((1,), None, (70_000,) * 2000, 2000, "GPU", ""), "tcp://127.0.0.1:*"
+    with EventPublisher(address, replay=address, max_batches=2000) as publisher:
+        for _ in range(2000):
+            publisher.publish([event])
+        while publisher._number < 2000:
+            time.sleep(0.01)
+        with asking(context, publisher, 0, 0, 0):
+            while not publisher._answers:
+                time.sleep(0.01)
+        with asking(context, publisher, 0, 1999, 0) as socket:
+            time.sleep(0.5)
+            found = [[number for number, _ in answer(socket)] for _ in range(3)]
+        assert found == [[*range(2000)], [1999], [*range(2000)]]
+        end = time.monotonic() + 5
+        while publisher._answers and time.monotonic() < end:
+            time.sleep(0.01)
+        assert not publisher._answers
 
 
 def test_the_last_batches_alone_are_kept(context):

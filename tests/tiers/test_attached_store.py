@@ -1,5 +1,6 @@
 """A store beside a loop: nothing waits for it, and what it cannot take is counted."""
 
+import dataclasses
 import threading
 
 import numpy as np
@@ -130,6 +131,21 @@ def test_a_store_of_one_namespace_sees_no_other(store):
     assert is_done and cold.lookup(prompt, TENANT_A) == 8
     again, report = link.load(kv.init(CONFIG))
     assert report.num_loaded == 2 and not report.reasons and link.close()
+
+
+def test_a_store_of_one_namespace_counts_no_links_of_others(store):
+    """Blocks of windows that others get and lose, while the queue is full."""
+    config = dataclasses.replace(CONFIG, layers=[kv.SlidingWindow(1, 5, window=6), kv.FullAttention(1, 5)])
+    user, link = PrefixUser(config), attached(store, max_queued=1, namespace=TENANT_A)
+    user.start(0, user.new_text(1, 9), TENANT_A)
+    link.save(user.cache)
+    assert store.is_asked.wait(60)
+    user.start(1, user.new_text(2, 9), TENANT_A)
+    link.save(user.cache)  # waits in the queue
+    user.start(2, user.new_text(3, 17), TENANT_B)
+    assert not link.save(user.cache).reasons and link.num_dropped == 0
+    store.may_answer.set()
+    assert link.close()
 
 
 @pytest.mark.slow
