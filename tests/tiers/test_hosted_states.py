@@ -24,6 +24,20 @@ LAYERS = {
 """Their pools have room for few states."""
 
 
+def test_the_host_has_room_for_the_states_that_go_with_their_prefix():
+    """And none for entries, which no prefix needs."""
+    config = config_of_states(0, [HashState], num_blocks=12, extras=[kv.tiers.Host(24)])
+    arrays, [g] = config.keeper.arrays(config), config.snapshot_groups
+    num_states = config.groups[g].num_blocks
+    assert {len(kept) for kept in arrays} == {2, 0} and arrays[0]["k"].shape[0] == 24 + 12
+    assert arrays[g]["state"].shape == (3 * num_states, 1, 1)
+    control = kv.init(config, storage=False).control
+    assert config.keeper.num_free(control, g, config) == 3 * num_states
+    assert control.block_pools[g].cached.released_at.shape == (num_states,)
+    assert control.block_pools[0].cached.released_at is None
+
+
+@pytest.mark.slow
 def test_a_state_comes_back_from_the_host():
     cache = kv.init(config_of_states(0, [HashState], num_blocks=12, extras=[kv.tiers.Host(24)]))
     rng = np.random.default_rng(0)
@@ -76,13 +90,11 @@ def test_hits_equal_those_of_one_cache_of_five_times_the_size(case):
         assert (two != alone).sum() > 20, (two != alone).sum()
 
 
-FEW = kv.Snapshots(max_bytes=100)
+FEW = dict(max_bytes=600)
 SCRIPTS = {
     "many kinds": config_of_states(3),
-    "few states": config_of_states(0, [HashState], num_blocks=30, snapshots=FEW),
-    "tokens saved": config_of_states(
-        2, [HashState, LastInputs], snapshots=kv.Snapshots(max_bytes=300, every=16, eviction="tokens saved")
-    ),
+    "few states": config_of_states(0, num_blocks=30, snapshots=kv.Snapshots(**FEW)),
+    "tokens saved": config_of_states(2, snapshots=kv.Snapshots(every=16, eviction="tokens saved", **FEW)),
     "windows beside": with_window(3, window=12, sinks=3, num_blocks_of_keys=30),
     "lfu": config_of_states(0, eviction_policy="lfu"),
 }
