@@ -44,7 +44,7 @@ def needs(
 def num_free(control: Control, config: CacheConfig) -> jax.Array:
     """Counts the blocks of each group, i32[groups], that can be taken and nothing is evicted or forgotten."""
     free = [pool.num_free for pool in control.block_pools]
-    for g in config.snapshot_groups if control.prefix_index is not None else ():
+    for g in config.snapshot_groups:
         free[g] = jnp.minimum(free[g], config.keeper.num_free(control, g, config))
     return jnp.stack(free)
 
