@@ -10,7 +10,7 @@ import jax.export
 
 T = TypeVar("T", bound=type)
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 """Format of saved and exported states: each change of a state's fields, or of their meaning, adds 1."""
 
 

@@ -136,6 +136,14 @@ def _append_to_queue(pool: BlockPool, block_ids: jax.Array, mask: jax.Array) -> 
     rank, num_added = rank_true(mask)
     position = cached.tail + rank.astype(jnp.uint32)
     place = jnp.where(mask, remainder(position, length).astype(jnp.int32), length)
+    if cached.released_at is not None:
+        assert cached.num_released is not None
+        moments = cached.num_released + rank.astype(jnp.uint32)
+        cached = dataclasses.replace(
+            cached,
+            released_at=set_at(cached.released_at, jnp.where(mask, block_ids, pool.num_blocks), moments),
+            num_released=cached.num_released + num_added.astype(jnp.uint32),
+        )
     cached = dataclasses.replace(
         cached,
         num_cached=cached.num_cached + num_added,

@@ -69,9 +69,9 @@ def empty_control(
                 free_stack=numpy.arange(group.num_blocks, dtype=jnp.int32)[::-1],
                 num_free=ints(fill=group.num_blocks),
                 peak_used=ints(),
-                cached=_no_cached_blocks(group.num_blocks, numpy) if config.enable_prefix_caching else None,
+                cached=_no_cached_blocks(config, g, group.num_blocks, numpy),
             )
-            for group in groups
+            for g, group in enumerate(groups)
         ),
         extras={name: values for name, values in extras.items() if values is not None},
     )
@@ -89,7 +89,10 @@ def _no_holes(config: CacheConfig, numpy: Any) -> Holes:
     return Holes(start=none, num_hidden=none, num_dropped=none, num_kept=none, first=first)
 
 
-def _no_cached_blocks(num_blocks: int, numpy: Any) -> CachedBlocks:
+def _no_cached_blocks(config: CacheConfig, group_id: int, num_blocks: int, numpy: Any) -> CachedBlocks | None:
+    if not config.enable_prefix_caching:
+        return None
+    is_kept = config.keeper.memory_kind is not None and group_id in config.snapshot_groups
     return CachedBlocks(
         is_published=numpy.zeros(num_blocks, bool),
         num_cached=numpy.zeros((), jnp.int32),
@@ -98,6 +101,8 @@ def _no_cached_blocks(num_blocks: int, numpy: Any) -> CachedBlocks:
         queued_at=numpy.zeros(num_blocks, jnp.uint32),
         head=numpy.zeros((), jnp.uint32),
         tail=numpy.zeros((), jnp.uint32),
+        released_at=numpy.zeros(num_blocks, jnp.uint32) if is_kept else None,
+        num_released=numpy.zeros((), jnp.uint32) if is_kept else None,
     )
 
 

@@ -229,6 +229,28 @@ class Keeper:
         """Keeps what it can of cached blocks i32[n] of a group, which differ and are evicted next."""
         return control
 
+    def num_free(self, control: Any, group_id: int, config: Any) -> jax.Array:
+        """Counts the blocks for states of a group, i32[], that are free here or there."""
+        return control.block_pools[group_id].num_free
+
+    def forget_state(
+        self, control: Any, group_id: int, block_id: jax.Array, is_due: jax.Array, config: Any
+    ) -> tuple[Any, jax.Array | bool]:
+        """Forgets the state of the least value that it keeps, if `is_due` bool[], and tells whether it did.
+
+        Not if that of `block_id` i32[], the least of the pool, is worth less; nowhere for none.
+        """
+        return control, False
+
+    def link(
+        self, control: Any, group_id: int, owners: jax.Array, is_wanted: jax.Array, config: Any
+    ) -> tuple[Any, jax.Array | bool]:
+        """Masks the states under indexed blocks `owners` i32[E], bool[E, slots], that it keeps.
+
+        These need not be published again. It notes which of them prompts asked for, in `is_wanted` like them.
+        """
+        return control, False
+
     def publish(self, control: Any, block_ids: jax.Array, config: Any) -> Any:
         """Learns of indexed blocks i32[n] that were just published; nowhere is skipped."""
         return control

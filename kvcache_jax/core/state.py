@@ -31,6 +31,9 @@ class CachedBlocks:
       queued_at: u32[num_blocks], position of the block's latest entry; earlier ones are stale.
       head: u32[], position of the oldest entry.
       tail: u32[], position of the next entry.
+      released_at: u32[num_blocks], releases of the pool before the one that cached the block, which unlike
+        positions never change. Of states that a keeper may keep, else None.
+      num_released: u32[], releases so far; None without `released_at`.
     """
 
     is_published: jax.Array
@@ -39,6 +42,8 @@ class CachedBlocks:
     queued_at: jax.Array
     head: jax.Array
     tail: jax.Array
+    released_at: jax.Array | None
+    num_released: jax.Array | None
 
 
 @pytree_dataclass()

@@ -207,7 +207,7 @@ def reserve_next(
     tokens, num_new = next_tokens(state, wanted, options)
     (tokens, num_new), table = read_first((tokens, num_new), state.requests.tokens)
     state = dataclasses.replace(state, requests=dataclasses.replace(state.requests, tokens=table))
-    free = num_free(cache.control)
+    free = num_free(cache.control, cache.config)
     if options.num_drafts:
         # Drafts never cost a row its next token, nor another row a block in reach.
         is_short = jnp.sum(needs(cache.control, num_new, config).num_blocks, axis=1) > free

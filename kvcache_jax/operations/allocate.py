@@ -317,12 +317,11 @@ def _num_new(
     """
     num_new, num_partial = [jnp.zeros_like(num_cached)] * len(hits), _num_partial(num_cached, config)
     for g, group in config.row_groups.items():
-        if group.span.is_read_later:  # `extend` takes its blocks: the pool has enough for all rows
-            continue
-        num_hits = jnp.sum(hits[g] != group.num_blocks, axis=1, dtype=jnp.int32) - num_partial
-        num_blocks = group.num_columns(prompts.num_tokens)
-        num_blocks -= quotient(num_cached, group.block_size)
-        num_new[g] = jnp.minimum(num_blocks, group.max_held_blocks - num_hits)
+        if not group.span.is_read_later:  # else `extend` takes them: the pool has enough for all rows
+            num_hits = jnp.sum(hits[g] != group.num_blocks, axis=1, dtype=jnp.int32) - num_partial
+            num_blocks = group.num_columns(prompts.num_tokens)
+            num_blocks -= quotient(num_cached, group.block_size)
+            num_new[g] = jnp.minimum(num_blocks, group.max_held_blocks - num_hits)
         num_new[g] += jnp.sum(_is_kept(hits[g], group), axis=1, dtype=jnp.int32)
     return num_new
 

@@ -41,9 +41,12 @@ def needs(
     return RowNeeds(*(jnp.stack(column) for column in zip(*found, strict=True)))
 
 
-def num_free(control: Control) -> jax.Array:
-    """Reads the free blocks of each group, i32[groups]."""
-    return jnp.stack([pool.num_free for pool in control.block_pools])
+def num_free(control: Control, config: CacheConfig) -> jax.Array:
+    """Counts the blocks of each group, i32[groups], that can be taken and nothing is evicted or forgotten."""
+    free = [pool.num_free for pool in control.block_pools]
+    for g in config.snapshot_groups:
+        free[g] = jnp.minimum(free[g], config.keeper.num_free(control, g, config))
+    return jnp.stack(free)
 
 
 def num_available(control: Control) -> jax.Array:
@@ -53,8 +56,8 @@ def num_available(control: Control) -> jax.Array:
 
 def lacks(cache: Cache, num_new: jax.Array) -> jax.Array:
     """Tests whether rows lack free blocks, or must copy, for `num_new` i32[max_seqs] tokens, bool[]."""
-    need = needs(cache.control, num_new, cache.config)
-    return (jnp.sum(need.num_blocks, axis=1) > num_free(cache.control)).any() | need.copies.any()
+    need, free = needs(cache.control, num_new, cache.config), num_free(cache.control, cache.config)
+    return (jnp.sum(need.num_blocks, axis=1) > free).any() | need.copies.any()
 
 
 def reserve(cache: Cache, num_new: jax.Array, max_new: int, kept_len: jax.Array | None = None) -> Cache:

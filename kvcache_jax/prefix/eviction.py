@@ -35,21 +35,25 @@ def make_room(control: Control, needs: Mapping[int, jax.Array], config: CacheCon
     for group_id in sorted(needs, key=lambda g: g != config.indexed_group):
         if not config.groups[group_id].span.is_in_prefix:  # nothing is cached there
             continue
+        if group_id in config.snapshot_groups:
+            control = _evict_states(control, group_id, needs[group_id], config)
+            continue
         num_free = control.block_pools[group_id].num_free
         control = evict(control, group_id, jnp.maximum(needs[group_id] - num_free, 0), config)
     return control
 
 
 def evict(control: Control, group_id: int, num_blocks: jax.Array, config: CacheConfig) -> Control:
-    """Evicts the `num_blocks` i32[] least valuable cached blocks of a group, or as many as there are."""
+    """Evicts the `num_blocks` i32[] least valuable cached blocks of a group, or as many as there are.
+
+    Not of states, which give way to `make_room` alone.
+    """
     cached = control.block_pools[group_id].cached
     assert control.prefix_index is not None and cached is not None
     # No more than there are, because the counter below counts them as evicted.
     num_blocks = jnp.minimum(num_blocks, cached.num_cached)
     evict_most = _evict_from_front
-    if group_id in config.snapshot_groups:
-        evict_most = _evict_state
-    elif group_id == config.indexed_group and control.prefix_index.history is not None:
+    if group_id == config.indexed_group and control.prefix_index.history is not None:
         evict_most = _evict_by_key
 
     def evict_some(state):
@@ -90,14 +94,43 @@ def _evict_from_front(
     return control, jnp.where(head == cached.tail, most, jnp.minimum(num_found, most))
 
 
-def _evict_state(
-    control: Control, group_id: int, most: jax.Array, config: CacheConfig
-) -> tuple[Control, jax.Array]:
-    """Evicts the state of the least value; see `Snapshots.eviction`.
+def _evict_states(control: Control, group_id: int, need: jax.Array, config: CacheConfig) -> Control:
+    """Evicts states of the least value until `need` i32[] blocks are free; see `Snapshots.eviction`.
+
+    A keeper keeps them as long as it and the pool have room, and then the least of both is forgotten.
+    """
+    keeper = config.keeper
+
+    def is_short(control: Control) -> jax.Array:
+        return keeper.num_free(control, group_id, config) < need
+
+    def evict_one(state):
+        control, num_evicted, _ = state
+        pool = control.block_pools[group_id]
+        victim, is_due = _least_state(control, group_id, config), is_short(control)
+        control, is_forgotten = keeper.forget_state(control, group_id, victim, is_due, config)
+        victim = jnp.where(is_forgotten, pool.num_blocks, victim)
+        kept = jnp.where(is_due, pool.num_blocks, victim)
+        control = keeper.evict(control, group_id, kept[None], config)
+        control = unpublish(control, group_id, victim[None], pool, config)
+        is_evicted = victim < pool.num_blocks
+        return control, num_evicted + is_evicted.astype(jnp.int32), is_evicted | is_forgotten
+
+    def is_left(state):
+        control, _, goes_on = state
+        return goes_on & ((control.block_pools[group_id].num_free < need) | is_short(control))
+
+    none = need & 0
+    control, num_evicted, _ = lax.while_loop(is_left, evict_one, (control, none, none == 0))
+    counters = count_events(control.counters, {Counter.EVICTIONS: num_evicted})
+    return dataclasses.replace(control, counters=counters)
+
+
+def _least_state(control: Control, group_id: int, config: CacheConfig) -> jax.Array:
+    """Finds the cached state of the least value, i32[], or nowhere.
 
     Of states released at equal times those that a prompt asked for stay: the ends of answers, of which there
-    are many and few are continued, would push out the states at which prompts part. Returns the control
-    state; and i32[], 1, or `most` where no state is cached.
+    are many and few are continued, would push out the states at which prompts part.
     """
     pool, index = control.block_pools[group_id], control.prefix_index
     assert pool.cached is not None and index is not None
@@ -111,9 +144,7 @@ def _evict_state(
     else:
         cost = jnp.where(links.is_wanted, age, age + jnp.uint32(2**31))
     victim = jnp.argmax(jnp.where(is_candidate, cost, 0)).astype(jnp.int32)
-    victim = jnp.where(is_candidate.any(), victim, pool.num_blocks)
-    control = unpublish(control, group_id, victim[None], pool, config)
-    return control, jnp.where(is_candidate.any(), 1, most)
+    return jnp.where(is_candidate.any(), victim, pool.num_blocks)
 
 
 def _evict_by_key(

@@ -159,6 +159,14 @@ def link(
         ids = get_at(pool.block_table, (rows[:, None], column), pool.num_blocks)
         present = get_at(links.block_ids, canonical, 0)
         is_linked = mask[:, None] & is_whole & (ids < pool.num_blocks) & (present == pool.num_blocks)
+        wanted = is_wanted
+        if links.is_wanted is not None:
+            if wanted is None:
+                wanted = _is_wanted(control, rows, column, group, config)  # [E, slots]
+            wanted = jnp.broadcast_to(wanted.reshape(len(wanted), -1), ids.shape)
+            owners = jnp.where(mask, canonical, indexed.num_blocks)
+            control, is_kept = config.keeper.link(control, g, owners, wanted, config)
+            is_linked &= jnp.logical_not(is_kept)
         # A block is linked once: a second link would outlive the first one's eviction.
         is_linked &= ~block_pool.is_published(pool, ids)
         # Of entries with the same contents the first that still holds the block links its own.
@@ -173,10 +181,7 @@ def link(
             indexed_ids=set_at(marks, linked, indexed_ids),
         )
         if links.is_wanted is not None:
-            wanted = is_wanted
-            if wanted is None:
-                wanted = _is_wanted(control, rows, column, group, config)  # [E, slots]
-            wanted = jnp.broadcast_to(wanted.reshape(len(wanted), -1), linked.shape)
+            assert wanted is not None
             noted = set_at(links.is_wanted, linked, wanted)
             # What another row had published, and nothing asked for then, is wanted from now on.
             present = jnp.where(mask[:, None] & wanted, present, pool.num_blocks)

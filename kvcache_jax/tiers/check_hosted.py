@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kvcache_jax.core.state import Cache
+from kvcache_jax.core.state import BlockPool, Cache
 from kvcache_jax.inspect.check_invariants import check_counts, check_group_links
 from kvcache_jax.prefix.prefix_index import bucket_of
 from kvcache_jax.tiers.hosted import HostTier, tier_of
@@ -25,7 +25,19 @@ def violations(cache: Cache) -> list[str]:
             found.append(f"host, group {g}: block {held[0][block]} is a source and awaits contents")
         if bool(tier.is_settled) and (waits.any() or len(held[0])):
             found.append(f"host, group {g}: blocks wait for contents in a settled cache")
+        found += [f"group {g}: {what}" for what in _check_releases(control.block_pools[g])]
     return found + _check_host_index(cache, tier)
+
+
+def _check_releases(pool: BlockPool) -> list[str]:
+    cached = pool.cached
+    if cached is None or cached.released_at is None or cached.num_released is None:
+        return []
+    blocks = np.flatnonzero(np.asarray(cached.is_published) & (np.asarray(pool.ref_count) == 0))
+    order = np.argsort(np.asarray(cached.queued_at - cached.head)[blocks])
+    ago = np.asarray(cached.num_released - cached.released_at).astype(np.int64)[blocks][order]
+    is_in_order = (np.diff(ago) < 0).all() and (ago > 0).all()
+    return [] if is_in_order else ["the moments of release are not in the order of the queue"]
 
 
 def _check_host_index(cache: Cache, tier: HostTier) -> list[str]:

@@ -19,7 +19,7 @@ from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import Control, GroupLinks
 from kvcache_jax.prefix import eviction, group_links, prefix_index
 from kvcache_jax.prefix.prefix_index import Content
-from kvcache_jax.tiers.hosted import HostTier, capacity, host_config, tier_of, with_tier
+from kvcache_jax.tiers.hosted import HostTier, capacity, host_config, linked_groups, tier_of, with_tier
 
 _MOST_SERIALS = 2**31 - 1
 
@@ -42,10 +42,9 @@ def demote(
     most = capacity(config, num_blocks)
     if group_id != config.indexed_group:
         return with_tier(control, _keep_linked(control, tier, group_id, block_ids, most[group_id], config))
-    for g, links in enumerate(index.group_links):
-        if links is not None:
-            linked = get_at(links.block_ids, block_ids, links.indexed_ids.shape[0]).reshape(-1)
-            tier = _keep_linked(control, tier, g, linked, most[g], config)
+    for g, links in linked_groups(index):
+        linked = get_at(links.block_ids, block_ids, links.indexed_ids.shape[0]).reshape(-1)
+        tier = _keep_linked(control, tier, g, linked, most[g], config)
     is_wanted = block_ids < index.parent.shape[0]
     if store_after:
         is_wanted &= get_at(tier.num_hits, block_ids) >= store_after
@@ -116,6 +115,14 @@ def _keep_linked(
         block_ids=set_at(hosted.block_ids, (jnp.where(is_kept, owners, tier.nowhere), slots), ids),
         indexed_ids=set_at(hosted.indexed_ids, ids, owners),
     )
+    if links.is_wanted is not None and hosted.is_wanted is not None:
+        is_wanted = set_at(hosted.is_wanted, ids, get_at(links.is_wanted, block_ids))
+        hosted = dataclasses.replace(hosted, is_wanted=is_wanted)
+        cached, moments = control.block_pools[group_id].cached, tier.released_at[group_id]
+        assert cached is not None and cached.released_at is not None and moments is not None
+        moments = set_at(moments, ids, get_at(cached.released_at, block_ids))
+        all_moments = (*tier.released_at[:group_id], moments, *tier.released_at[group_id + 1 :])
+        tier = dataclasses.replace(tier, released_at=all_moments)
     tier = with_links(tier, group_id, hosted)
     return tier.waiting(group_id, awaits=set_at(tier.awaits[group_id], ids, block_ids))
 
@@ -149,6 +156,8 @@ def _make_room(
     pool = tier.control.block_pools[group_id]
     num_cached = block_pool.num_available(pool) - pool.num_free
     rank, num_wanted = rank_true(mask)
+    if group_id in config.snapshot_groups:  # no more than both tiers have room for, so that all find a place
+        return tier, mask & (rank < pool.num_free)
     num_kept = jnp.minimum(num_wanted, jnp.minimum(most, block_pool.num_available(pool)))
     num_evicted = num_kept - jnp.minimum(most - num_cached, pool.num_free)
     control = eviction.evict(tier.control, group_id, jnp.maximum(num_evicted, 0), host_config(config))
@@ -171,16 +180,15 @@ def move_entries(tier: HostTier, ids: jax.Array, new_ids: jax.Array) -> HostTier
     serial = get_at(tier.serial, ids, 0)
     cleared = set_at(tier.serial, ids, 0)
     tier = dataclasses.replace(tier, serial=set_at(cleared, new_ids, serial))
-    for g, links in enumerate(tier.index.group_links):
-        if links is not None:
-            nowhere = links.indexed_ids.shape[0]
-            moved = jnp.where(new_ids[:, None] < tier.nowhere, get_at(links.block_ids, ids, nowhere), nowhere)
-            left = jnp.where(new_ids < tier.nowhere, ids, tier.nowhere)
-            block_ids = set_at(set_at(links.block_ids, left, nowhere), new_ids, moved)
-            owners = jnp.broadcast_to(new_ids[:, None], moved.shape)
-            indexed_ids = set_at(links.indexed_ids, moved, owners)
-            links = dataclasses.replace(links, block_ids=block_ids, indexed_ids=indexed_ids)
-            tier = with_links(tier, g, links)
+    for g, links in linked_groups(tier.index):
+        nowhere = links.indexed_ids.shape[0]
+        moved = jnp.where(new_ids[:, None] < tier.nowhere, get_at(links.block_ids, ids, nowhere), nowhere)
+        left = jnp.where(new_ids < tier.nowhere, ids, tier.nowhere)
+        block_ids = set_at(set_at(links.block_ids, left, nowhere), new_ids, moved)
+        owners = jnp.broadcast_to(new_ids[:, None], moved.shape)
+        indexed_ids = set_at(links.indexed_ids, moved, owners)
+        links = dataclasses.replace(links, block_ids=block_ids, indexed_ids=indexed_ids)
+        tier = with_links(tier, g, links)
     return tier
 
 

@@ -8,7 +8,7 @@ from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import Control
 from kvcache_jax.prefix import group_links, prefix_index
 from kvcache_jax.prefix.prefix_index import Content
-from kvcache_jax.tiers.hosted import tier_of
+from kvcache_jax.tiers.hosted import linked_groups, tier_of
 
 
 def find_hosted(
@@ -48,11 +48,10 @@ def find_hosted(
     ids = jnp.where(is_hosted | (found < nowhere), ids, tier.nowhere)
     columns = list(columns)
     columns[g] = jnp.where(is_hosted, nowhere + 1 + hosted, found)
-    for other, links in enumerate(index.group_links):
-        if links is not None:
-            linked = group_links.linked_columns(links, ids, other, config)[: columns[other].shape[0]]
-            nowhere = control.block_pools[other].num_blocks
-            is_there = get_at(tier.awaits[other], linked, 0) == nowhere
-            is_there &= columns[other] == nowhere
-            columns[other] = jnp.where(is_there, nowhere + 1 + linked, columns[other])
+    for other, links in linked_groups(index):
+        linked = group_links.linked_columns(links, ids, other, config)[: columns[other].shape[0]]
+        nowhere = control.block_pools[other].num_blocks
+        is_there = get_at(tier.awaits[other], linked, 0) == nowhere
+        is_there &= columns[other] == nowhere
+        columns[other] = jnp.where(is_there, nowhere + 1 + linked, columns[other])
     return columns

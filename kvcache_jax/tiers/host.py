@@ -10,7 +10,15 @@ from kvcache_jax.arrays.number_checks import static_count
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.extras import Extra, Keeper, KeptArray
 from kvcache_jax.core.state import Cache, Control
-from kvcache_jax.tiers import check_hosted, demote, find_hosted, forget_hosted, move_blocks, promote
+from kvcache_jax.tiers import (
+    check_hosted,
+    demote,
+    find_hosted,
+    forget_hosted,
+    hosted_states,
+    move_blocks,
+    promote,
+)
 from kvcache_jax.tiers.hosted import NAME, HostTier, empty_tier, tier_of
 
 
@@ -22,13 +30,16 @@ class Host(Extra, Keeper):
     what was demoted longest ago. `allocate` finds prefixes that go on there and promotes them: they count as
     cached, and each takes a block of the device, as a new one does. A block is on the device or on the host,
     so that a pool of `C` blocks and a host of `H` find what a pool of `C + H` would under the policy `lru`.
+    States of recurrent layers, and windows beside them, are forgotten as by `Snapshots(eviction="unwanted")`:
+    with `eviction="tokens saved"` that is which states are demoted alone.
 
     Contents move with the next call that reads or writes blocks, such as `extend`, before it does: operations
     on the control state touch no keys and values. Until then a block that was just demoted is not found.
 
     Attributes:
       num_blocks: Blocks on the host, of the group that prefixes are found by; other layer groups have as many
-        in proportion to their pools. As many as one row holds come on top in each, for contents on their way.
+        in proportion to their pools. As many as one row holds come on top in each, for contents on their way;
+        of states and windows beside them as many as the device has, for states go where their prefix does.
       store_after: Only blocks that were used so often since they were published are demoted; 0 for all.
       break_even: Tokens, at least, by which a prefix must go on in host memory, or they are computed; see
         `tiers.break_even`.
@@ -67,18 +78,12 @@ class Host(Extra, Keeper):
             object.__setattr__(self, name, static_count(name, getattr(self, name), least))
 
     def check(self, config: CacheConfig) -> None:
-        """Refuses a config without prefix caching, and one with states, which no tier moves yet."""
+        """Refuses a config without prefix caching."""
         if not config.enable_prefix_caching:
             raise ValueError(
                 "extras has a tiers.Host and there is no prefix cache to demote from, expected "
                 "enable_prefix_caching=True with it"
             )
-        for group in config.groups:
-            if group.span.is_read_later or not group.arrays:
-                raise NotImplementedError(
-                    f"extras has a tiers.Host and a layer group is {group.kind.label}, expected layers of "
-                    "keys and values, one of which keeps all tokens"
-                )
 
     def empty(self, config: CacheConfig, numpy: Any) -> HostTier:
         """Builds the state of a host without blocks."""
@@ -118,6 +123,22 @@ class Host(Extra, Keeper):
     def evict(self, control: Control, group_id: int, block_ids: jax.Array, config: CacheConfig) -> Control:
         """Demotes blocks."""
         return demote.demote(control, group_id, block_ids, self.num_blocks, self.store_after, config)
+
+    def num_free(self, control: Control, group_id: int, config: CacheConfig) -> jax.Array:
+        """Counts the free blocks for states of both tiers."""
+        return hosted_states.num_free(control, group_id, self.num_blocks, config)
+
+    def forget_state(
+        self, control: Control, group_id: int, block_id: jax.Array, is_due: jax.Array, config: CacheConfig
+    ) -> tuple[Control, jax.Array]:
+        """Forgets the host's state of the least value."""
+        return hosted_states.forget_state(control, group_id, block_id, is_due, config)
+
+    def link(
+        self, control: Control, group_id: int, owners: jax.Array, is_wanted: jax.Array, config: CacheConfig
+    ) -> tuple[Control, jax.Array]:
+        """Masks the host's states under indexed blocks of the device."""
+        return hosted_states.link(control, group_id, owners, is_wanted)
 
     def publish(self, control: Control, block_ids: jax.Array, config: CacheConfig) -> Control:
         """Forgets the host's blocks with the same contents."""

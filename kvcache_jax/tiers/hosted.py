@@ -12,11 +12,13 @@ blocks of the device wait for their contents, and an index. Invariants, which `v
 * A block of the host whose contents are still on the device `awaits` them, and is not found meanwhile. A
   block of the device whose contents are on the host has a `source` there, and owns it. `settle` moves the
   contents of both, those to the host first: so a source awaits nothing.
+* States, and windows beside them, are in one order of release over both tiers. They are forgotten once both
+  are full, so that the host has room for the device's too: a prefix takes its states along.
 """
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -26,7 +28,7 @@ from kvcache_jax.arrays.pytree import pytree_dataclass
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.empty_state import empty_control
 from kvcache_jax.core.eviction_policy import LRU
-from kvcache_jax.core.state import BlockPool, Cache, Control, PrefixIndex
+from kvcache_jax.core.state import BlockPool, Cache, Control, GroupLinks, PrefixIndex
 from kvcache_jax.layers.layer_group import LayerGroup
 from kvcache_jax.layers.span import ceil_div
 
@@ -46,6 +48,8 @@ class HostTier:
       awaits: per group i32[blocks of the host], the device's block whose contents each waits for, or nowhere.
       sources: per group i32[num_blocks of the device], the host's block whose contents each waits for, or
         nowhere.
+      released_at: per group u32[blocks of the host], of states, as `CachedBlocks.released_at` on the device;
+        None for other groups.
       is_settled: bool[], no block waits.
       num_demoted: u32[], indexed blocks that were demoted.
       num_promoted: u32[], indexed blocks that got contents from the host.
@@ -57,6 +61,7 @@ class HostTier:
     num_hits: jax.Array
     awaits: tuple[jax.Array, ...]
     sources: tuple[jax.Array, ...]
+    released_at: tuple[jax.Array | None, ...]
     is_settled: jax.Array
     num_demoted: jax.Array
     num_promoted: jax.Array
@@ -103,19 +108,28 @@ class HostTier:
 def capacity(config: CacheConfig, num_blocks: int) -> tuple[int, ...]:
     """Counts the blocks per layer group that stay on the host, `num_blocks` of the indexed group.
 
-    Other groups have as many in proportion to their pools on the device.
+    Other groups have as many in proportion to their pools on the device, or none, if prefixes need none.
     """
     indexed = config.groups[config.indexed_group]
-    return tuple(ceil_div(num_blocks * group.num_blocks, indexed.num_blocks) for group in config.groups)
+    return tuple(
+        ceil_div(num_blocks * group.num_blocks, indexed.num_blocks) if group.span.is_in_prefix else 0
+        for group in config.groups
+    )
 
 
 @functools.lru_cache(maxsize=64)
 def host_groups(config: CacheConfig, num_blocks: int) -> tuple[LayerGroup, ...]:
     """Builds the layer groups as they are in host memory: with room beside for what one row promotes."""
-    stay = zip(capacity(config, num_blocks), config.groups, strict=True)
+
+    def num_more(group_id: int, group: LayerGroup) -> int:
+        if group_id in config.snapshot_groups:
+            return group.num_blocks
+        return min(group.max_held_blocks, group.num_blocks) * group.span.is_in_prefix
+
+    stay = capacity(config, num_blocks)
     return tuple(
-        dataclasses.replace(group, num_blocks=num + min(group.max_held_blocks, group.num_blocks))
-        for num, group in stay
+        dataclasses.replace(group, num_blocks=stay[g] + num_more(g, group))
+        for g, group in enumerate(config.groups)
     )
 
 
@@ -160,6 +174,10 @@ def empty_tier(config: CacheConfig, num_blocks: int, numpy: Any) -> HostTier:
         num_hits=numpy.zeros(num_device, jnp.int32),
         awaits=filled([group.num_blocks for group in groups], on_device),
         sources=filled(on_device, [pool.num_blocks for pool in pools]),
+        released_at=tuple(
+            numpy.zeros(group.num_blocks, jnp.uint32) if g in config.snapshot_groups else None
+            for g, group in enumerate(groups)
+        ),
         is_settled=numpy.ones((), bool),
         num_demoted=numpy.zeros((), jnp.uint32),
         num_promoted=numpy.zeros((), jnp.uint32),
@@ -184,3 +202,10 @@ def require_tier(operation: str, cache: Cache) -> HostTier:
             "CacheConfig(extras=[kv.tiers.Host(num_blocks=...)])"
         )
     return tier_of(cache.control)
+
+
+def linked_groups(index: PrefixIndex) -> Iterator[tuple[int, GroupLinks]]:
+    """Yields the groups, and the links to them, of which prefixes need blocks beside the indexed ones."""
+    for g, links in enumerate(index.group_links):
+        if links is not None and links.block_ids.shape[1]:
+            yield g, links

@@ -38,7 +38,7 @@ def kept_arrays(config: CacheConfig, num_blocks: int) -> tuple[dict[str, KeptArr
         return KeptArray((group.num_blocks, group.num_layers, *array.shape), array.dtype, head_axis)
 
     return tuple(
-        {name: of_all_layers(group, array) for name, array in group.arrays}
+        {name: of_all_layers(group, array) for name, array in group.arrays if group.num_blocks}
         for group in host_groups(config, num_blocks)
     )
 
@@ -66,7 +66,9 @@ def _settle(cache: Cache) -> Cache:
     awaits, sources = list(tier.awaits), list(tier.sources)
     for g, pool in enumerate(tier.control.block_pools):
         nowhere, none = control.block_pools[g].num_blocks, pool.num_blocks
-        if pools:
+        if not none:
+            continue
+        if pools and kept[g]:
             assert pool.cached is not None
             # What was forgotten meanwhile need not move.
             is_live = pool.cached.is_published[: awaits[g].shape[0]] | (
@@ -180,6 +182,9 @@ def overwrite(kept: Kept, masks: list[jax.Array]) -> Kept:
     """Overwrites the masked blocks of the host, per layer group bool[blocks], with zeros."""
     cleared = []
     for arrays, mask in zip(kept, masks, strict=True):
+        if not arrays:
+            cleared.append(arrays)
+            continue
         ids, _, num_blocks = _listed(jnp.where(mask, 0, 1), 1)
 
         def clear(i: jax.Array, arrays: dict[str, jax.Array], ids: jax.Array = ids) -> dict[str, jax.Array]:

@@ -23,7 +23,7 @@ from kvcache_jax.core.state import Control
 from kvcache_jax.prefix import block_metadata, group_links, prefix_index
 from kvcache_jax.prefix.prefix_index import Content
 from kvcache_jax.tiers.demote import move_entries, with_links
-from kvcache_jax.tiers.hosted import HostTier, tier_of, with_tier
+from kvcache_jax.tiers.hosted import HostTier, linked_groups, tier_of, with_tier
 
 
 def hosted_ids(hits: jax.Array, nowhere: int, none: int) -> jax.Array:
@@ -37,9 +37,10 @@ def hold(control: Control, hits: Sequence[jax.Array], config: CacheConfig) -> Co
     num_hits = add_at(tier.num_hits, hits[config.indexed_group], 1)
     tier = dataclasses.replace(tier, num_hits=num_hits)
 
-    for g, ids in enumerate(hits):
-        pool = tier.control.block_pools[g]
-        ids = hosted_ids(ids, control.block_pools[g].num_blocks, pool.num_blocks)
+    for g, pool in enumerate(tier.control.block_pools):
+        if not pool.num_blocks:
+            continue
+        ids = hosted_ids(hits[g], control.block_pools[g].num_blocks, pool.num_blocks)
         tier = tier.with_pool(g, block_pool.revive(pool, ids)[0])
     return with_tier(control, tier)
 
@@ -47,7 +48,8 @@ def hold(control: Control, hits: Sequence[jax.Array], config: CacheConfig) -> Co
 def _swept(tier: HostTier) -> HostTier:
     """Returns the state with room in the queues for the blocks that are held."""
     for g, pool in enumerate(tier.control.block_pools):
-        tier = tier.with_pool(g, block_pool.sweep_queue(pool, pool.num_free >= 0))
+        if pool.num_blocks:
+            tier = tier.with_pool(g, block_pool.sweep_queue(pool, pool.num_free >= 0))
     return tier
 
 
@@ -75,9 +77,8 @@ def restore(
         control = _restore_indexed(
             control, rows, hits[config.indexed_group], held[config.indexed_group], config
         )
-        for g, links in enumerate(tier_of(control).index.group_links):
-            if links is not None:
-                control = _restore_linked(control, g, hits[g], held, config)
+        for g, _ in linked_groups(tier_of(control).index):
+            control = _restore_linked(control, g, rows, hits[g], held, config)
         return control
 
     return run_if(_are_hosted(control, hits), restore_all, control)
@@ -138,7 +139,12 @@ def _restore_indexed(
 
 
 def _restore_linked(
-    control: Control, group_id: int, hits: jax.Array, held: Mapping[int, jax.Array], config: CacheConfig
+    control: Control,
+    group_id: int,
+    rows: jax.Array,
+    hits: jax.Array,
+    held: Mapping[int, jax.Array],
+    config: CacheConfig,
 ) -> Control:
     """Restores blocks of a group that is not indexed, and links them to the indexed blocks of their rows."""
     tier, index, g = tier_of(control), control.prefix_index, config.indexed_group
@@ -167,6 +173,9 @@ def _restore_linked(
         block_ids=set_at(links.block_ids, (owners, slots), new_ids),
         indexed_ids=set_at(links.indexed_ids, new_ids, owners),
     )
+    if links.is_wanted is not None and hosted.is_wanted is not None:
+        is_wanted = get_at(hosted.is_wanted, ids) | jnp.repeat(rows < control.max_seqs, hits.shape[1])
+        links = dataclasses.replace(links, is_wanted=set_at(links.is_wanted, new_ids, is_wanted))
     all_links = (*index.group_links[:group_id], links, *index.group_links[group_id + 1 :])
     pool = block_pool.sweep_queue(block_pool.mark_published(pool, new_ids), is_first.any())
     tier = _leave(tier, group_id, jnp.where(is_first, ids, none))

@@ -181,25 +181,26 @@ def _write_source() -> Program:
     return Program("write_source", "2 groups, one of sources", config, kv.write_source, arguments, limits)
 
 
-def _of_hybrid(policy: str | None) -> list[Program]:
+def _of_hybrid(policy: str | None, *extras: kv.tiers.Host) -> list[Program]:
     """Points and entries beside keys: of the one nothing is copied, and of the other nothing is cached."""
     layer = kv.GatedDeltaNet(NUM_KV_HEADS, HEAD_DIM, key_dim=HEAD_DIM, max_rollback=3)
     config = config_of(1, policy)
-    config = dataclasses.replace(config, layers=[*config.layers, layer])
+    config = dataclasses.replace(config, layers=[*config.layers, layer], extras=extras)
     copies, cached, listed = 2, 2 * bool(policy), i32(NUM_LISTED)
 
     def program(subject: str, function: Callable, waits: int, *columns: Any) -> Program:
         def arguments() -> tuple:
             return shapes_of(config), *columns
 
-        detail = ", ".join(["hybrid", *(["index", policy] if policy else [])])
-        return Program(subject, detail, config, function, arguments, Limits(waits, temporary_bytes=SMALL))
+        detail = ", ".join(["hybrid", *(["index", policy] if policy else []), *["host"] * len(extras)])
+        limits, is_ordinary = Limits(waits, temporary_bytes=SMALL), bool(extras)
+        return Program(subject, detail, config, function, arguments, limits, is_ordinary=is_ordinary)
 
     tokens = i32(NUM_ROWS, 1) if policy else None
     programs = [program("extend", _extend, 1 + copies + cached, i32(NUM_ROWS), tokens)]
     if policy:
         columns = listed, listed, i32(NUM_LISTED, PROMPT_LEN)
-        programs.append(program("allocate", _allocate, 1 + 2 * cached, *columns))
+        programs.append(program("allocate", _allocate, 1 + 2 * cached + len(extras), *columns))
     return programs
 
 
@@ -342,6 +343,7 @@ def operation_programs() -> list[Program]:
         _write_source(),
         *_of_hybrid(None),
         *_of_hybrid(LRU),
+        *_of_hybrid(LRU, kv.tiers.Host(8192)),
         _halves_of_attention(),
         _compress(None),
         _compress(LRU),

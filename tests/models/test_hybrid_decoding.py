@@ -1,6 +1,7 @@
 """Hybrids in the library's loops: tokens and scores are those of transformers, with hits and drafts too."""
 
 import collections
+import dataclasses
 import functools
 
 import jax
@@ -85,6 +86,29 @@ def test_the_engine_chooses_the_tokens_of_transformers(family):
         assert said == {(nth, i): tokens for i, tokens in enumerate(wanted)}
     assert kv.check_invariants(engine.state.cache) == []
     assert int(kv.stats(engine.state.cache).num_token_hits) >= sum(n // 16 * 16 for n in STARTS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_next", "lfm2"])
+def test_tokens_are_the_same_with_a_host_tier(family):
+    """Texts come back after the device has evicted them, with their states."""
+    prompts, _ = make_prompts(family)
+    texts = [[1 + i, *prompts[-1]] for i in range(5)]
+    said, num_hits = {}, {}
+    for name, extras in (("alone", []), ("host", [kv.tiers.Host(64)])):
+        config = dataclasses.replace(make_config(family), num_blocks=12, extras=extras)
+        engine = kv.Engine(forward, load(family), config, token_budget=25)
+        said[name] = collections.defaultdict(list)
+        for nth in range(3):
+            for i, text in enumerate(texts):
+                engine.push([kv.GenerationRequest(text, NUM_NEW, id=(nth, i))])
+                for event in engine:
+                    said[name][event.id] += event.tokens
+        assert kv.check_invariants(engine.state.cache) == []
+        num_hits[name] = int(kv.stats(engine.state.cache).num_token_hits)
+    assert said["alone"] == said["host"] and len(said["host"]) == 15
+    # Of each text 44 tokens are asked for again, of which two whole blocks can be hit.
+    assert num_hits["host"] >= 10 * 32 > num_hits["alone"] + 32, num_hits
 
 
 @pytest.mark.slow

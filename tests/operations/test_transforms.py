@@ -350,14 +350,14 @@ def test_a_step_and_a_cache_survive_export():
     assert_equal_bits(got, expected)
 
 
-@pytest.mark.parametrize("version", [2, 4, "3", None])
+@pytest.mark.parametrize("version", [3, 5, "4", None])
 def test_another_format_version_is_refused(version):
     data = json.loads(config_to_json(GROUPED))
-    assert data["format_version"] == 3 and config_from_json(json.dumps(data).encode()) == GROUPED
+    assert data["format_version"] == 4 and config_from_json(json.dumps(data).encode()) == GROUPED
     del data["format_version"]
     values = data if version is None else {**data, "format_version": version}
     got = "no format_version" if version is None else f"format_version {version!r}"
-    says = f"has {got}, expected 3: export it again with this kvcache_jax, or load it with the one that"
+    says = f"has {got}, expected 4: export it again with this kvcache_jax, or load it with the one that"
     with pytest.raises(ValueError, match=says):
         config_from_json(json.dumps(values).encode())
     state = {**GROUPED.__getstate__(), "format_version": version}
@@ -369,8 +369,8 @@ def test_an_exported_step_of_another_format_version_is_refused(monkeypatch):
     step = jax.eval_shape(lambda: kv.extend(kv.init(CONFIG), [0] * 4, max_new=1)[1])
     data = jax.export.export(jax.jit(lambda step: step.status + 1))(step).serialize()
     assert pickle.loads(pickle.dumps(CONFIG)) == CONFIG
-    monkeypatch.setattr(pytree, "FORMAT_VERSION", 4)
-    with pytest.raises(ValueError, match="has format_version 3, expected 4"):
+    monkeypatch.setattr(pytree, "FORMAT_VERSION", 5)
+    with pytest.raises(ValueError, match="has format_version 4, expected 5"):
         jax.export.deserialize(data)
 
 

@@ -76,6 +76,8 @@ def start(cache, prompt, row=0, commits=True):
 class StateScript:
     """A cache and what its rows hold: their tokens, and those of their prompts that were not computed yet."""
 
+    operations = dict(allocate=0.2, extend=0.5, fork=0.06, truncate=0.118, commit=0.05, free=0.07, move=0.002)
+
     def __init__(self, seed, config):
         self.rng, self.config, self.cache = np.random.default_rng(seed), config, kv.init(config)
         self.rollback = config.groups[2].max_rollback
@@ -83,9 +85,9 @@ class StateScript:
         self.texts = [self.rng.integers(VOCAB, size=MAX_LEN).tolist() for _ in range(4)]
 
     def run(self, num_operations):
-        names = ["allocate", "extend", "fork", "truncate", "commit", "free", "move"]
+        total = sum(self.operations.values())
         for nth in range(num_operations):
-            name = self.rng.choice(names, p=[0.2, 0.5, 0.06, 0.118, 0.05, 0.07, 0.002])
+            name = self.rng.choice([*self.operations], p=[p / total for p in self.operations.values()])
             row = int(self.rng.integers(MAX_SEQS))
             if name in ("fork", "truncate", "free") and self.rows:
                 row = int(self.rng.choice([*self.rows]))

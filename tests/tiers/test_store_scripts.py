@@ -39,9 +39,10 @@ def test_a_short_script_with_a_lying_store():
 
 
 @pytest.mark.slow
-def test_states_of_recurrent_layers():
+@pytest.mark.parametrize("extras", [[], [kv.tiers.Host(60)]])
+def test_states_of_recurrent_layers(extras):
     """Points and the blocks before them, by rows whose outputs are compared with uncached ones."""
-    script, store = StateScript(5, config_of_states()), LyingStore(1, rate=0.1)
+    script, store = StateScript(5, config_of_states(extras=extras)), LyingStore(1, rate=0.1)
     num_loaded = 0
     for _ in range(12):
         script.run(40)
