@@ -128,6 +128,11 @@ class AnswerParts(ChunkParts):
         super().__post_init__()
         _check(self)
 
+    def check(self, config: CacheConfig) -> None:
+        """Refuses a cache without a store, or with windows."""
+        super().check(config)
+        refuse_windows("the engine's requests have answers", config)
+
     def spans(
         self, prompt: np.ndarray, parts: Sequence[Span], num_tokens: int, config: CacheConfig
     ) -> list[Span]:

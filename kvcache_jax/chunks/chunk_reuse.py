@@ -147,6 +147,7 @@ def request_spans(
     """Checks the chunks of a request's prompt, whose row comes to hold `num_tokens`, as `prompt_spans`."""
     store = require_store("Engine", config)
     ordered = _ordered("parts", parts, len(prompt), store.max_chunk_len, least_answer_len)
+    ordered = _within_windows("parts", ordered, len(prompt), config)
     return _with_room(ordered, prompt, num_tokens, config, store.num_chunks)
 
 

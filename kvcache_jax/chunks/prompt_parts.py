@@ -47,7 +47,7 @@ def refuse_windows(what: str, config: CacheConfig) -> None:
         if not group.span.keeps_all:
             raise ValueError(
                 f"{what} and layers[{group.layer_ids[0]}] is {group.kind.label}, expected layers that keep "
-                "all tokens; `generate` with kv.chunks.Prompts takes these"
+                "all tokens; passages that requests name, kv.chunks.Prompts or Parts, may have these"
             )
 
 
@@ -57,7 +57,7 @@ class ChunkParts(PromptParts):
 
     A request names them, `GenerationRequest(prompt, 9, inputs={"parts": [(3, 23)]})`, and its tokens are as
     with `generate` and `chunks.Prompts`. Each is computed once, alone, and kept in the cache's `Store`; one
-    at a time, while other rows go on. All layers must keep all tokens.
+    at a time, while other rows go on. Beside windows a request's passages lie within `max_query_len` tokens.
 
     Attributes:
       reuse: Says how chunks are composed, and how much of them is computed again; by a selector that looks at
@@ -88,9 +88,8 @@ class ChunkParts(PromptParts):
         object.__setattr__(self, "max_parts", static_count("max_parts", self.max_parts))
 
     def check(self, config: CacheConfig) -> None:
-        """Refuses a cache without a store, or with windows."""
+        """Refuses a cache without a store."""
         require_store("Engine", config)
-        refuse_windows("the engine's requests have parts", config)
 
     def spans(
         self, prompt: np.ndarray, parts: Sequence[tuple[int, int]], num_tokens: int, config: CacheConfig

@@ -16,7 +16,8 @@ class PartRows:
     """Rows of requests whose prompts have parts.
 
     A request whose parts are not all kept gets a row that computes the first one that is missing, alone, is
-    freed, and waits again; one such row runs at a time. Once none is missing it gets a row for its prompt.
+    freed, and waits again; one such row runs at a time. Its windows let go of nothing, for the first tokens
+    of a part are computed again wherever it is put. Once none is missing it gets a row for its prompt.
 
     Attributes:
       alone: i32[max_seqs, 2], place in the prompt and end of the part that the row computes as a beginning;

@@ -7,13 +7,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvcache_jax.arrays.masked_updates import first_true, get_at, num_true, run_if, set_at
+from kvcache_jax.arrays.masked_updates import add_at, first_true, get_at, num_true, run_if, set_at
 from kvcache_jax.core.state import Cache
 from kvcache_jax.decoding.prompt_parts import NO_PART
 from kvcache_jax.engine.options import Options
+from kvcache_jax.engine.order import rows_in_order
 from kvcache_jax.engine.state import EngineState, Phase, count
 from kvcache_jax.operations.free import free_rows
-from kvcache_jax.operations.reserve import needs, num_available
+from kvcache_jax.operations.reserve import needs, num_available, required_for
 from kvcache_jax.operations.truncate import truncate_rows
 
 
@@ -144,7 +145,7 @@ def keep_ends(
 
 
 def _leave(state: EngineState, rows: jax.Array) -> EngineState:
-    """Frees running rows i32[n], whose requests wait again."""
+    """Frees running rows i32[n], whose requests wait again; `max_seqs` is skipped."""
     assert state.parts is not None
     slots = get_at(state.row_request, rows, state.requests.num_slots)
     has_run = (get_at(state.num_preemptions, slots, 0) > 0) | (get_at(state.num_generated, slots, 0) > 0)
@@ -160,47 +161,57 @@ def _leave(state: EngineState, rows: jax.Array) -> EngineState:
 
 
 def put_parts(state: EngineState, options: Options) -> EngineState:
-    """Puts its parts into a row that has the tokens before the first one."""
+    """Puts its parts into the best row that has the tokens before the first one.
+
+    Where blocks are short for it the worst row goes, until there are enough: at last it is alone, or itself
+    the worst. So the best one has its parts in the end.
+    """
     if state.parts is None:
         return state
-    parts_of = state.parts
     is_ready = state.is_running & (state.cache.context_len == state.first_part)
 
     def put(state: EngineState) -> EngineState:
-        assert state.requests.parts is not None
-        row = first_true(is_ready)[None]
-        slot, ids, first = state.row_request[row], parts_of.ids[row], state.cache.context_len[row]
+        assert state.requests.parts is not None and state.parts is not None
+        order, max_seqs = rows_in_order(state, options), state.cache.max_seqs
+        row = order[first_true(is_ready[order])][None]
+        worst = order[num_true(state.is_running) - 1][None]
+        slot, ids, first = state.row_request[row], state.parts.ids[row], state.cache.context_len[row]
         spans = state.requests.parts[slot]
-        one_each = jnp.ones(len(state.cache.config.groups), jnp.int32)  # for a block that others hold, too
-        state = make_room_for(state, one_each, ids, options)
+        places = jnp.arange(state.cache.config.max_seq_len, dtype=jnp.int32)
+        span = spans[0][..., None]
+        is_part = (places[None] >= span[:, 0]) & (places[None] < span[:, 1]) & (ids[0][:, None] != NO_PART)
+        num_new = state.num_wanted[row]
+        lack = required_for(state.cache.control, row, num_new, state.cache.config)
+        state = make_room_for(state, lack, ids, options)
         assert state.parts is not None
         cache, is_put, is_again = options.parts.put(
             state.cache, row, ids, spans[..., 0], state.tokens_of(slot)
         )
-        places = jnp.arange(state.cache.config.max_seq_len, dtype=jnp.int32)
-        span = spans[0][..., None]
-        is_part = (places[None] >= span[:, 0]) & (places[None] < span[:, 1]) & (ids[0][:, None] != NO_PART)
-        last = jnp.max(jnp.where(is_part, places[None] + 1, 0))
         # The prompt's last token is computed for its logits, as a next one; but in its place where generated
         # tokens follow, whose blocks are reserved.
+        last = first + num_new
         end = jnp.minimum(last, state.row_length[row] - 1)
         is_here = (places >= first) & (places < end[0])
         is_last = places == get_at(state.requests.prompt_len, slot, 0) - 1
         is_again = is_here & (is_again | is_last | ~is_part.any(axis=0))
         control, _ = truncate_rows(
-            cache.control,
-            jnp.where(is_put & (end < last), row, state.cache.max_seqs),
-            end,
-            config=cache.config,
+            cache.control, jnp.where(is_put & (end < last), row, max_seqs), end, config=cache.config
         )
+        done = jnp.where(is_put, row, max_seqs)
         parts = dataclasses.replace(
             state.parts,
-            ids=state.parts.ids.at[row].set(NO_PART),
-            is_again=state.parts.is_again.at[row].set(is_again),
+            ids=set_at(state.parts.ids, done, jnp.full_like(ids, NO_PART)),
+            is_again=set_at(state.parts.is_again, done, is_again[None]),
         )
-        state = dataclasses.replace(state, cache=dataclasses.replace(cache, control=control), parts=parts)
-        state = count(state, reused_tokens=jnp.where(is_put, num_true(is_here & ~is_again), 0))
-        # Without a block for it the row gives its own back: then others go on, or there is one.
-        return _leave(state, jnp.where(is_put, state.cache.max_seqs, row))
+        gone = jnp.where(is_put, max_seqs, worst)
+        preempted = get_at(state.row_request, gone, state.requests.num_slots)
+        state = dataclasses.replace(
+            state,
+            cache=dataclasses.replace(cache, control=control),
+            parts=parts,
+            num_preemptions=add_at(state.num_preemptions, preempted, 1),
+        )
+        reused_tokens = jnp.where(is_put, num_true(is_here & ~is_again), 0)
+        return _leave(count(state, reused_tokens=reused_tokens, preemptions=~is_put[None]), gone)
 
     return run_if(is_ready.any(), put, state)

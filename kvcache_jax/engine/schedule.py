@@ -13,7 +13,7 @@ Progress. There is a request of which every step computes a token, as long as on
    watermark does not bind, and its blocks fit into the pool, or it would have been refused.
 2. The best running row computes its next token, or pieces of its prompt, in every step: it is never
    preempted, and after `preempt` it has a block. It waits once where it is forked while its prompt is
-   computed.
+   computed, and at its first part while worse rows go, one a step, until there are blocks for its parts.
 3. The order of running rows changes by preemptions alone, and by each request's at most three times; so from
    some step on a row stays the best until it is done or a better one is admitted. Better ones are finitely
    many: by arrival those that came before; by priority those that came before or within the steps that

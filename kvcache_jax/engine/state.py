@@ -173,6 +173,12 @@ class EngineState:
         return self.is_running & False if self.parts is None else self.is_running & (self.parts.alone_len > 0)
 
     @property
+    def kept_len(self) -> jax.Array:
+        """i32[max_seqs], tokens of rows before those that windows still serve; none of a part alone."""
+        context_len = self.cache.context_len
+        return context_len if self.parts is None else jnp.where(self.is_alone, 0, context_len)
+
+    @property
     def first_part(self) -> jax.Array:
         """i32[max_seqs], place of the first part that is to be put into a row; past all for none."""
         most = self.cache.config.max_seq_len + 1
@@ -235,6 +241,16 @@ class EngineState:
             length = jnp.minimum(length, self.first_part)
             length = jnp.where(self.parts.is_again.any(axis=1), context_len, length)
         return jnp.where(self.is_running, length - context_len, 0)
+
+    @property
+    def num_wanted(self) -> jax.Array:
+        """i32[max_seqs], tokens that rows are to get blocks for: the next, or all to the last part."""
+        wanted = (self.num_to_compute > 0).astype(jnp.int32)
+        if self.parts is None or self.requests.parts is None:
+            return wanted
+        ends = get_at(self.requests.parts, self.row_request, 0)[..., 1]
+        last = jnp.max(jnp.where(self.parts.ids != NO_PART, ends, 0), axis=1)
+        return jnp.where(self.cache.context_len == self.first_part, last - self.cache.context_len, wanted)
 
     @property
     def is_at_last(self) -> jax.Array:

@@ -26,7 +26,7 @@ from kvcache_jax.engine.parts import forget_failed, keep_ends, make_room_for_nex
 from kvcache_jax.engine.schedule import PromptPieces, is_unusual, schedule
 from kvcache_jax.engine.state import EngineState, count
 from kvcache_jax.operations.commit import commit_rows
-from kvcache_jax.operations.extend import extend
+from kvcache_jax.operations.extend import extend_packed
 from kvcache_jax.operations.reserve import extend_reserved, lacks, needs, num_free, reserve
 from kvcache_jax.operations.rewrite import rewrite
 
@@ -135,7 +135,7 @@ def reserve_prompts(state: EngineState, plan: PromptPieces) -> tuple[EngineState
     tokens = plan.tokens.reshape(-1)
     has_windows = not all(group.span.keeps_all for group in cache.config.groups)
     if has_windows or cache.config.partial_hits:
-        cache, step = extend(cache, lens, num_tokens=tokens.size, seq_ids=entries, tokens=tokens)
+        cache, step = extend_packed(cache, lens, tokens, entries, get_at(state.kept_len, entries, 0))
     else:  # `allocate` reserved all blocks, and no block of a prompt that is computed is shared
         cache, step = extend_reserved(cache, lens, tokens, entries)
     step = padded_step(step, 2 * entry, plan.first, plan.num_tokens, plan.tokens.shape)
@@ -179,7 +179,7 @@ def make_room(
     """Forks samples of prompts that were computed, and reserves blocks for the rows' next tokens.
 
     Masks the rows that go on without one, bool[max_seqs]. The model is still to be called on the tokens of
-    rows from `kept_len` i32[max_seqs] on; by default on none.
+    rows from `kept_len` i32[max_seqs] on; by default on none of those before.
     """
     state = make_room_for_next(fork_samples(state), options)
     state, is_stalled = preempt(state, options)
@@ -194,6 +194,7 @@ def make_room(
     # Where there are free blocks for all, and no copies, the step takes them itself.
     control, keeper = state.cache.control, state.cache.config.keeper
     is_due = lacks(state.cache, wanted) | ~jnp.asarray(keeper.is_settled(control))
+    kept_len = state.kept_len if kept_len is None else kept_len
     cache = run_if_due(is_due, lambda cache: reserve(cache, wanted, 1, kept_len), state.cache)
     return dataclasses.replace(state, cache=cache), is_stalled
 
@@ -215,6 +216,7 @@ def reserve_next(
     need = needs(cache.control, num_new, config)
     fits = (jnp.cumsum(need.num_blocks, axis=1, dtype=jnp.int32) <= free[:, None]) | (need.num_blocks == 0)
     num_new = jnp.where(fits.all(axis=0) & ~need.copies.any(axis=0), num_new, 0)
+    kept_len = state.kept_len if kept_len is None else kept_len
     cache, step = extend_reserved(cache, num_new, tokens, kept_len=kept_len)
     return dataclasses.replace(state, cache=cache), tokens, step
 
@@ -281,7 +283,7 @@ def _step_in_one_call(model: Model, params: Any, state: EngineState, options: Op
         state, _, computed = carry
         state, plan = schedule(state, options, options.width)
         state = compute_again(model, params, state, options)
-        kept_len = state.cache.context_len
+        kept_len = state.kept_len
         state, step = reserve_prompts(state, plan)
         state, is_stalled = make_room(state, options, kept_len)
         prompts = Prompts(plan.tokens, without_rows(state.cache, step, state.is_running), kept_len)

@@ -106,23 +106,35 @@ def extend(
     return cache, step.watched()
 
 
+def extend_packed(
+    cache: Cache, num_new: jax.Array, tokens: jax.Array, seq_ids: jax.Array, kept_len: jax.Array
+) -> tuple[Cache, Step]:
+    """Extends rows by packed tokens as `extend`; windows keep what those from `kept_len` i32[n] on read."""
+    recorded = None if cache.control.prefix_index is None else tokens
+    return _extend(cache, seq_ids, num_new, recorded, kept_len, max_new=None, num_tokens=tokens.size)
+
+
 @functools.partial(jax.jit, static_argnames=("max_new", "num_tokens"))
 def _extend(
     cache: Cache,
     seq_ids: jax.Array | None,
     num_new: jax.Array,
     tokens: jax.Array | None,
+    kept_len: jax.Array | None = None,
+    *,
     max_new: int | None,
     num_tokens: int | None,
 ) -> tuple[Cache, Step]:
     config = cache.config
-    control, (seq_ids, num_new, tokens) = as_varied((cache.control, (seq_ids, num_new, tokens)))
+    columns = seq_ids, num_new, tokens, kept_len
+    control, (seq_ids, num_new, tokens, kept_len) = as_varied((cache.control, columns))
     if num_tokens is not None:
         layout, limit = packed_tokens(num_new, num_tokens), num_tokens
     else:
         assert max_new is not None
         layout, limit = padded_tokens(num_new.shape[0], max_new), max_new
-    control, plan = propose(control, seq_ids, num_new, layout, min(limit, config.query_len_limit), config)
+    most = min(limit, config.query_len_limit)
+    control, plan = propose(control, seq_ids, num_new, layout, most, config, kept_len=kept_len)
     control, plan = decide(control, plan, config)
     control, copies = take_blocks(control, plan, config)
     control, step = grow(control, plan, config)

@@ -41,6 +41,15 @@ def needs(
     return RowNeeds(*(jnp.stack(column) for column in zip(*found, strict=True)))
 
 
+def required_for(control: Control, row: jax.Array, num_new: jax.Array, config: CacheConfig) -> jax.Array:
+    """Counts the blocks that must be available for a row i32[1] to get `num_new` i32[1] tokens, i32[groups].
+
+    Unlike `needs` it counts on the blocks that the row then gives back.
+    """
+    tokens = padded_tokens(1, config.max_seq_len)
+    return required_blocks(propose(control, row, num_new, tokens, config.max_seq_len, config)[1])
+
+
 def num_free(control: Control, config: CacheConfig) -> jax.Array:
     """Counts the blocks of each group, i32[groups], that can be taken and nothing is evicted or forgotten."""
     free = [pool.num_free for pool in control.block_pools]

@@ -363,7 +363,7 @@ def test_windows_see_chunks_as_other_tokens(max_rollback):
     )
     for generation, prompt, chunks in zip(result.generations, prompts, spans, strict=True):
         composed = [span for span in chunks if max_rollback or span[1] < len(prompt)]
-        tokens, scores = greedy(prompt, composed, first_of(0.25), windows=[None, 7])
+        tokens, scores = greedy(prompt, composed, first_of(0.25), windows=[None, (7, 0)])
         assert generation.tokens == tokens
         np.testing.assert_allclose(generation.logprobs, scores, atol=1e-4)
     check_left(result.cache)

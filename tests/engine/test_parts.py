@@ -1,7 +1,5 @@
 """Requests with passages, against a model without a cache that is given what passages computed alone hold."""
 
-import functools
-import math
 from typing import Any
 
 import jax
@@ -11,143 +9,28 @@ import pytest
 from jax.sharding import Mesh
 
 import kvcache_jax as kv
-from kvcache_jax.decoding.sampling import SamplingColumns, sample
-from kvcache_jax.engine.requests import sample_seed
-from kvcache_jax.engine.state import Phase
 from tests.engine.exact_engine import RandomPace
 from tests.engine.exact_model import note
-from tests.support import tiny_model
-from tests.support.rotary_model import PARAMS, ROTATE, composed, dense, first_of, forward
+from tests.engine.passages import (
+    AGAIN,
+    EDGES,
+    PASSAGES,
+    SHARE,
+    WEIGHTS,
+    ask,
+    check_state,
+    collect,
+    config,
+    counted,
+    expect,
+    fitting,
+    make_engine,
+    text,
+)
+from tests.support.rotary_model import PARAMS, ROTATE, first_of, forward
 from tests.support.tiny_model import VOCAB
 
-SHARE = 0.25
-AGAIN = first_of(SHARE)
-OTHER = tiny_model.make_params(seed=9)
-LIMITS = kv.engine.Limits(max_requests=12, max_tokens=12 * 49)
-
-
-def text(seed, length):
-    return tuple(np.random.default_rng(seed).integers(VOCAB, size=length).tolist())
-
-
-PASSAGES = [text(seed, length) for seed, length in ((1, 11), (2, 8), (3, 5), (4, 12), (5, 1))]
-
-
-def config(**sizes: Any):
-    store = kv.chunks.Store(3, 12)
-    return tiny_model.config(**dict(num_blocks=20, enable_prefix_caching=True, extras=[store]) | sizes)
-
-
-def make_engine(sizes=None, selector="first", share=SHARE, **options: Any):
-    reuse = kv.chunks.Reuse(rotate=ROTATE, share=share, selector=selector)
-    options = dict[str, Any](token_budget=12, steps_per_dispatch=8, limits=LIMITS) | options
-    inputs = kv.engine.Inputs(parts=kv.chunks.Parts(reuse=reuse, max_parts=4))
-    return kv.Engine(options.pop("model", forward), PARAMS, config(**sizes or {}), inputs=inputs, **options)
-
-
-def ask(parts, max_new, request_id, **options):
-    """A request of texts, lists, and passages, tuples."""
-    prompt, spans = [], []
-    for part in parts:
-        if isinstance(part, tuple):
-            spans.append((len(prompt), len(prompt) + len(part)))
-        prompt += part
-    return kv.GenerationRequest(
-        prompt, max_new, id=request_id, inputs={"parts": spans} if spans else {}, **options
-    )
-
-
-@functools.partial(jax.jit, static_argnames="length")
-def draw(logits, columns, length):
-    return sample(logits[None], columns, jnp.int32([length]))
-
-
-@functools.cache
-def alone(prompt, spans, max_new, sampling, sample_id, again=AGAIN, is_other=False):
-    """What a request says without cache, engine or company, and the log-probabilities."""
-    params = OTHER if is_other else PARAMS
-    given, is_given = composed(list(prompt), spans, again(spans), params)
-    columns = SamplingColumns(
-        temperature=jnp.float32([sampling.temperature]),
-        top_k=jnp.int32([sampling.top_k]),
-        top_p=jnp.float32([sampling.top_p]),
-        min_p=jnp.float32([sampling.min_p]),
-        seed=jnp.uint32([sample_seed(sampling.seed, sample_id)]),
-    )
-    said, scores = list(prompt), []
-    for _ in range(max_new):
-        num_more = len(said) - len(prompt)
-        wide = [tuple(np.pad(x, [(0, num_more), (0, 0), (0, 0)]) for x in layer) for layer in given]
-        logits = dense(said, wide, np.pad(is_given, (0, num_more)), params)[0][-1]
-        token, logprob = draw(jnp.asarray(logits, jnp.float32), columns, len(said))
-        said.append(int(token[0]))
-        scores.append(float(logprob[0]))
-    return said[len(prompt) :], scores
-
-
-def expect(said, request, spans=None, again=AGAIN, sample_ids=None, is_other=False):
-    """Every sample says what it says alone; one that was cancelled says a beginning of it."""
-    spans = tuple(map(tuple, request.parts)) if spans is None else spans
-    for i in range(request.num_samples) if sample_ids is None else sample_ids:
-        prompt = tuple(np.asarray(request.prompt).tolist())
-        tokens, scores = alone(prompt, spans, request.max_new_tokens, request.sampling, i, again, is_other)
-        found, logprobs, why = said[request.id, i]
-        assert why == "cancelled" or (why == "length" and len(found) == len(tokens)), (request.id, i, why)
-        assert found == tokens[: len(found)], (request.id, i)
-        np.testing.assert_allclose(logprobs, scores[: len(found)], atol=2e-4)
-
-
-def check_state(state):
-    """Rows and requests are each other's, what is kept for a row is there, and no block is lost."""
-    state = jax.device_get(state)
-    assert kv.check_invariants(state.cache) == []
-    rows, is_running = state.row_request, state.row_request < state.requests.num_slots
-    assert sorted(rows[is_running]) == np.flatnonzero(state.phase == Phase.RUNNING).tolist()
-    assert (is_running == state.cache.is_active).all() and not state.is_ended.any()
-    num_alone = int((is_running & (state.parts.alone[:, 1] > state.parts.alone[:, 0])).sum())
-    assert num_alone <= 1, "one part is computed at a time"
-    held = state.parts.ids[is_running]
-    assert (state.cache.control.extras["chunks"].length[held[held >= 0]] > 0).all()
-
-
-def check_left(engine):
-    """Nothing is left but passages and what is cached."""
-    cache = engine.state.cache
-    assert kv.check_invariants(cache) == [] and not np.asarray(cache.is_active).any()
-    stored = np.flatnonzero(np.asarray(cache.control.extras["chunks"].length))
-    emptied, _ = kv.chunks.free(cache, stored) if len(stored) else (cache, None)
-    assert int(kv.stats(emptied).num_blocks_used) == 0
-
-
-def collect(engine, requests, on_drain=lambda: None, most_drains=400):
-    waiting, said = list(requests), {}
-    for _ in range(most_drains):
-        if not waiting and not engine.num_unfinished:
-            break
-        waiting = waiting[engine.push(waiting) :]
-        engine.drain(max_steps=6)
-        check_state(engine.state)
-        on_drain()
-        note(said, engine.take_events())
-    assert not waiting and not engine.num_unfinished, "it takes for ever"
-    note(said, engine)
-    check_left(engine)
-    return said
-
-
 a, b, c, d, e = PASSAGES
-EDGES = [
-    [[7, 2, 9], a, b, [5, 1, 4, 3], c, [8, 8]],  # texts in front, between and behind
-    [b, a, [6]],  # the other way round, the first one exact
-    [[1, 2, 3]],  # without
-    [[4], c, c, b],  # one twice, and no question behind the last
-    [c],  # nothing but a passage
-    [[3] * 9, e, [5]],  # one of a token
-]
-
-
-def counted(engine, name):
-    return engine.figures().counts[kv.engine.Counter[name]]
 
 
 def test_requests_are_made_of_passages_wherever_those_stand():
@@ -164,21 +47,6 @@ def test_requests_are_made_of_passages_wherever_those_stand():
     last = [ask(EDGES[5], 5, "again")]
     expect(collect(engine, last), last[0])
     assert counted(engine, "PREFILL_TOKENS") - before[0] <= 9 + 1  # the text before, in part cached, and `e`
-
-
-def fitting(request, num_blocks, num_places):
-    """The passages that have room beside the row of a request, in order."""
-    num_left, names, found = num_blocks - math.ceil((request.num_tokens - 1) / 4) - 1, set(), []
-    for start, end in request.parts:
-        name = tuple(np.asarray(request.prompt)[start:end].tolist())
-        need = math.ceil(len(name) / 4)
-        if name not in names:
-            if need > num_left or len(names) == num_places:
-                continue
-            num_left -= need
-            names.add(name)
-        found.append((start, end))
-    return tuple(found)
 
 
 def test_what_was_computed_as_other_text_is_no_passage():
@@ -243,7 +111,7 @@ def test_random_mixes_say_what_each_says_alone(seed):
     said = collect(engine, requests, disturb)
     for request in requests:
         ids = [i for i in range(request.num_samples) if (request.id, i) in said]
-        expect(said, request, fitting(request, 20, 3), sample_ids=ids)
+        expect(said, request, fitting(request, engine.config), sample_ids=ids)
     assert counted(engine, "REUSED_TOKENS") > 0
     if not seed:
         assert counted(engine, "PREEMPTIONS") > 0
@@ -270,11 +138,8 @@ def test_every_kind_of_engine_puts_prompts_together(options, again):
     engine = make_engine(**options)
     requests = list(random_requests(np.random.default_rng(7), 12))
     said = collect(engine, requests)
-    [store] = engine.config.extras
-    assert isinstance(store, kv.chunks.Store)
-    num_places = store.num_chunks
     for request in requests:
-        expect(said, request, fitting(request, engine.config.num_blocks, num_places), again)
+        expect(said, request, fitting(request, engine.config), again)
 
 
 @pytest.mark.slow
@@ -294,15 +159,15 @@ def test_other_weights_have_passages_of_their_own():
     engine, said = make_engine(namespace=names[0]), {}
     request = ask([[7, 2, 9], d, [5, 1]], 5, "back")
     assert engine.push([request]) == 1
-    for params, name in (OTHER, names[1]), (PARAMS, names[0]):
+    for params, name in (WEIGHTS["other"], names[1]), (PARAMS, names[0]):
         engine.drain(max_steps=1)
         check_state(engine.state)
         engine.set_params(params, name)
     note(said, engine)
     expect(said, request)
-    engine.set_params(OTHER, names[1])
+    engine.set_params(WEIGHTS["other"], names[1])
     late = ask([[7, 2, 9], d, [5, 1]], 5, "late")
-    expect(collect(engine, [late]), late, is_other=True)
+    expect(collect(engine, [late]), late, weights="other")
     assert (np.asarray(engine.state.cache.control.extras["chunks"].length) == 12).sum() == 2
 
 
@@ -358,9 +223,10 @@ def test_what_cannot_be_put_together_is_refused_by_name():
         make_engine(dict(extras=[]))
     with refuse("batch_invariant is True and requests may have parts, expected one of them"):
         make_engine(batch_invariant=True)
-    window = kv.CacheConfig([kv.SlidingWindow(1, 4, window=8)], extras=[kv.chunks.Store(3, 12)])
-    with refuse(r"layers\[0\] is SlidingWindow.*, expected layers that keep all tokens"):
-        kv.Engine(forward, PARAMS, window, inputs=kv.engine.Inputs(parts=kv.chunks.Parts(reuse=reuse)))
+    window = config([kv.SlidingWindow(1, 4, window=8)], enable_prefix_caching=False)
+    answers = kv.chunks.AnswerParts(reuse=reuse, after=[1])
+    with refuse(r"have answers and layers\[0\] is SlidingWindow.*, expected layers that keep all tokens"):
+        kv.Engine(forward, PARAMS, window, inputs=kv.engine.Inputs(parts=answers))
 
 
 def test_parts_that_are_none_are_refused_by_name():

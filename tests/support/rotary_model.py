@@ -44,7 +44,8 @@ def forward(params, tokens, cache, step):
 def dense(tokens, given=None, is_given=None, params=PARAMS, first_given=0, windows=None):
     """The model of one text in float64; at places `is_given` keys, before rotation, and values are `given`.
 
-    They are in layers from `first_given` on. Each layer sees the last so many tokens of `windows`, None all.
+    They are in layers from `first_given` on. `windows` are how many of the last tokens and of the first ones
+    each layer sees, a pair; None for all.
 
     Returns:
       Logits [tokens, VOCAB]; of each layer keys and values, and weights [heads, tokens, tokens].
@@ -61,7 +62,8 @@ def dense(tokens, given=None, is_given=None, params=PARAMS, first_given=0, windo
         k, v = np.repeat(k, 2, axis=1), np.repeat(v, 2, axis=1)
         is_seen = places[:, None] >= places
         if windows is not None and windows[layer] is not None:
-            is_seen &= places[:, None] < places + windows[layer]
+            window, num_sinks = windows[layer]
+            is_seen &= (places[:, None] < places + window) | (places < num_sinks)
         shares = np.einsum("thd,shd->hts", q, k) / np.sqrt(DIM)
         shares = np.exp(np.where(is_seen, shares, -np.inf))
         shares /= shares.sum(-1, keepdims=True)

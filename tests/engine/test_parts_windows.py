@@ -1,0 +1,161 @@
+"""Requests with passages on models of windows: each says what it says alone, and what `generate` says."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvcache_jax as kv
+from tests.engine.exact_engine import RandomPace
+from tests.engine.passages import (
+    AGAIN,
+    EDGES,
+    PASSAGES,
+    SHARE,
+    WEIGHTS,
+    ask,
+    collect,
+    counted,
+    expect,
+    fitting,
+    make_engine,
+    windows_of,
+)
+from tests.support.rotary_model import ROTATE, first_of, forward
+from tests.support.tiny_model import DIM, HEADS, VOCAB
+
+FULL, MOST = kv.FullAttention(HEADS, DIM), 28
+
+
+def window(size, **options: Any):
+    return kv.SlidingWindow(HEADS, DIM, window=size, **options)
+
+
+def in_one_call(params, tokens, cache, step, logits_at=None):
+    """The model, called on prompts and next tokens at once."""
+    logits, cache = forward(params, tokens, cache, step)
+    return kv.decoding.for_logits(logits, logits_at), cache
+
+
+# Layers, other sizes of the cache, and the engine's options. A window holds what 28 tokens read at once.
+ENGINES: dict[str, tuple[list, dict, dict]] = {
+    "nothing is taken back": ([FULL, window(7)], {}, {}),
+    "in one call, drafts": (
+        [FULL, window(7, max_rollback=2)],
+        dict(num_blocks=30),
+        dict(model=in_one_call, num_drafts=2, token_budget=20),
+    ),
+    "sinks and short blocks": (
+        [FULL, window(7, max_rollback=1), window(3, num_sink_tokens=2, block_size=3, max_rollback=1)],
+        dict(enable_prefix_caching=False),
+        dict(model=in_one_call, weights="deep"),
+    ),
+    "windows alone": ([window(7, max_rollback=1)] * 2, dict(enable_prefix_caching=False), dict(share=1.0)),
+}
+
+
+def windows_engine(name):
+    layers, sizes, options = ENGINES[name]
+    return make_engine(dict(layers=layers, max_query_len=MOST) | sizes, **options)
+
+
+def expect_all(said, requests, engine, weights="first", share=SHARE, **_):
+    for request in requests:
+        ids = [i for i in range(request.num_samples) if (request.id, i) in said]
+        spans, windows = fitting(request, engine.config), windows_of(engine.config)
+        again = AGAIN if share == SHARE else first_of(share)
+        expect(said, request, spans, again, sample_ids=ids, weights=weights, windows=windows)
+
+
+def random_requests(rng, num, most_reach=MOST):
+    """Texts before passages that leave windows, and passages of at most so many tokens from end to end."""
+    for i in range(num):
+        parts = [rng.integers(VOCAB, size=rng.choice([0, 3, 9, 17])).tolist()]
+        for _ in range(int(rng.choice([0, 1, 2, 3]))):
+            more = [PASSAGES[rng.integers(5)], rng.integers(VOCAB, size=rng.integers(0, 3)).tolist()]
+            if sum(map(len, parts[1:] + more)) <= most_reach:
+                parts += more
+        parts.append(rng.integers(VOCAB, size=rng.integers(0, 3)).tolist())
+        if not any(parts):
+            parts.append([int(rng.integers(VOCAB))])
+        most_new = min(16, 48 - sum(map(len, parts)))
+        sampling = kv.decoding.SamplingParams(
+            temperature=float(rng.choice([0.0, 1.0])), seed=int(rng.integers(99))
+        )
+        samples = int(rng.choice([1, 1, 3]))
+        yield ask(parts, int(rng.integers(1, most_new + 1)), i, sampling=sampling, num_samples=samples)
+
+
+def test_passages_further_apart_than_windows_hold_at_once_are_refused():
+    """By the engine as by `generate`, before anything is compiled."""
+    engine = make_engine(dict(layers=[FULL, window(7)], max_query_len=10))
+    message = r"has spans from 1 to 12 and layers\[1\] is SlidingWindow\(7\), .*max_query_len = 10 tokens"
+    spans, prompt = [(9, 12), (1, 4)], [1] * 20
+    with pytest.raises(ValueError, match="parts " + message):
+        engine.push([kv.GenerationRequest(prompt, 3, inputs={"parts": spans})])
+    made_of = kv.chunks.Prompts([prompt], [spans], kv.chunks.Reuse(rotate=ROTATE))
+    with pytest.raises(ValueError, match=message):
+        kv.generate(forward, WEIGHTS["first"], made_of, engine.config, max_new_tokens=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ENGINES)
+def test_windows_see_passages_as_other_tokens(name):
+    """Of passages and texts more than a window, computed in pieces; as with `generate`."""
+    engine, (_, _, options) = windows_engine(name), ENGINES[name]
+    requests = [ask(parts, 5, i) for i, parts in enumerate([*EDGES, [[3] * 9, *EDGES[0]]])]
+    said = collect(engine, requests)
+    expect_all(said, requests, engine, **options)
+    before = counted(engine, "PREFILL_TOKENS")
+    again = [ask(EDGES[0], 5, "again")]
+    expect_all(collect(engine, again), again, engine, **options)
+    spans = [list(request.parts) for request in requests]
+    made_of = kv.chunks.Prompts(
+        [np.asarray(request.prompt).tolist() for request in requests],
+        spans,
+        kv.chunks.Reuse(rotate=ROTATE, share=options.get("share", SHARE)),
+    )
+    weights = WEIGHTS[options.get("weights", "first")]
+    result = kv.generate(forward, weights, made_of, engine.config, max_new_tokens=5, prefill_len=8)
+    assert [said[i, 0][0] for i in range(len(requests))] == [g.tokens for g in result.generations]
+    assert counted(engine, "PREFILL_TOKENS") - before <= len(requests[0].prompt)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", ENGINES)
+def test_random_mixes_say_what_each_says_alone(name, seed):
+    """Preempted, cancelled, with samples, and through resets and releases; with passages and without."""
+    rng = np.random.default_rng(seed)
+    engine, (_, _, options) = windows_engine(name), ENGINES[name]
+    engine._pace = RandomPace(8, rng, engine._device.shorten)
+    requests = list(random_requests(rng, 30))
+
+    def disturb():
+        kind = rng.integers(12)
+        if kind == 0:
+            engine.reset()
+        elif kind == 1:
+            engine.release(keep=bool(rng.integers(2)))
+            engine.restore()
+        elif kind < 4:
+            engine.cancel(int(rng.integers(30)))
+
+    said = collect(engine, requests, disturb)
+    expect_all(said, requests, engine, **options)
+    assert counted(engine, "REUSED_TOKENS") > 0 or options.get("share") == 1
+    assert counted(engine, "PREEMPTIONS") > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("model", [forward, in_one_call], ids=["two calls", "one call"])
+def test_rows_and_passages_that_windows_have_no_room_for_give_way(model, seed):
+    """The pool of windows has the blocks of two rows and a few passages: of others either goes."""
+    layers = [FULL, window(7, num_blocks=2 * 7 + 3)]  # a row has 7 at most
+    sizes = dict(layers=layers, max_query_len=16, num_blocks=40, extras=[kv.chunks.Store(8, 12)])
+    engine = make_engine(sizes, model=model)
+    assert engine.config.groups[1].max_held_blocks == 7
+    requests = list(random_requests(np.random.default_rng(seed), 16, most_reach=16))
+    expect_all(collect(engine, requests, most_drains=200), requests, engine)
+    assert counted(engine, "PREEMPTIONS") > 0
