@@ -57,8 +57,8 @@ block-map: .venv
 test: .venv
 	$(PY) $(PYTEST) -m "not slow"
 
-# What `make test` leaves out: more cases, more seeds, studies. Here, for test-0112 and for dist SHARE=0/4 chooses
-# the first quarter of the tests.
+# What `make test` leaves out: more cases, more seeds, studies. Here, for test-0112, dist and mutants SHARE=0/4
+# chooses the first quarter.
 test-slow: .venv
 	$(PY) $(PYTEST) -m slow $(SHARED)
 
@@ -103,7 +103,7 @@ lint: .venv/.made-dev
 
 # All of them, or those with one of WORDS in their names; some are for a gate of `make aot` to notice.
 mutants: .venv .venv-aot
-	$(PY) -m tests.mutants $(WORDS)
+	$(PY) -m tests.mutants $(SHARED) $(WORDS)
 
 bench: .venv
 	$(PY) -m experiments.bookkeeping

@@ -87,7 +87,7 @@ class Kind:
         which tokens nobody sees.
       rollback: Tokens that a long row may be shortened by; None for all of them.
       cells: By property, where something else than "works" is true.
-      is_slow: Other lines say in `make test` what this one says.
+      quick: Its cells that `make test` runs, where other lines, or tests, say there what the others say.
       spans_as: Name of another line in whose layers the same tokens stay in sight, if there is one: what
         depends on that alone is tested there.
       stores_as: Name of another line that stores tokens in such arrays: what depends on that alone is tested
@@ -99,7 +99,7 @@ class Kind:
     oracles: tuple[Callable[..., jax.Array], ...]
     rollback: int | None = None
     cells: dict[str, Refused | NoMeaning] = dataclasses.field(default_factory=dict)
-    is_slow: bool = False
+    quick: tuple[str, ...] | None = None
     spans_as: str | None = None
     stores_as: str | None = None
 
@@ -141,22 +141,22 @@ def hashed(tokens):
     return jnp.stack([states, hash_states.inputs_sum(last)], axis=1)
 
 
-def recurrent(name, kind, columns, is_slow=False):
+def recurrent(name, kind, columns, quick=None):
     """A line of a recurrent kind, of whose outputs `hashed` has the columns, behind full attention."""
     layers = FULL, kind(1, 1, max_rollback=5)
-    return Kind(name, layers, (dense, lambda tokens: hashed(tokens)[:, columns]), 5, STATES, is_slow)
+    return Kind(name, layers, (dense, lambda tokens: hashed(tokens)[:, columns]), 5, STATES, quick)
 
 
 def window(**options):
     return kv.SlidingWindow(NUM_KV_HEADS, HEAD_DIM, **options)
 
 
-def quantised(name, round_numbers, rotate=False, is_slow=False, stores_as=None):
+def quantised(name, round_numbers, rotate=False, quick=None, stores_as=None):
     """A line of a format around full attention."""
     layer = kv.Quantised(FULL, name.removesuffix("-rotated"), rotate)
     oracle = rounding.attending(dense, round_numbers)
     cells = STAYS | NOT_MOVED | {"gradient": NO_GRADIENT}
-    return Kind(name, (layer,), (oracle,), None, cells, is_slow, "full", stores_as)
+    return Kind(name, (layer,), (oracle,), None, cells, quick, "full", stores_as)
 
 
 FULL = kv.FullAttention(NUM_KV_HEADS, HEAD_DIM)
@@ -189,9 +189,9 @@ STATES = (
 
 KINDS = (
     Kind("full", (FULL,), (dense,), None, STAYS),
-    Kind("window", (window(window=6),), (near(6),), 0, ALONE, True, stores_as="full"),
-    Kind("sinks", (window(window=6, num_sink_tokens=3),), (near(6, 3),), 0, ALONE, True, stores_as="full"),
-    Kind("rollback", (window(window=6, max_rollback=5),), (near(6),), 5, ALONE, True, "mix", "full"),
+    Kind("window", (window(window=6),), (near(6),), 0, ALONE, (), stores_as="full"),
+    Kind("sinks", (window(window=6, num_sink_tokens=3),), (near(6, 3),), 0, ALONE, (), stores_as="full"),
+    Kind("rollback", (window(window=6, max_rollback=5),), (near(6),), 5, ALONE, (), "mix", "full"),
     Kind("mix", (window(window=6, max_rollback=5), FULL), (near(6), dense), 5, IN_WINDOW),
     # A kind defined outside of the library.
     Kind(
@@ -200,6 +200,7 @@ KINDS = (
         (dense,),
         None,
         STAYS | NOT_MOVED,
+        ("copy-on-write",),
         spans_as="full",
     ),
     Kind(
@@ -208,21 +209,22 @@ KINDS = (
         (near(6),),
         0,
         ALONE | NOT_MOVED,
-        is_slow=True,
+        quick=(),
         spans_as="window",
         stores_as="outside",
     ),
-    quantised("int8", rounding.int8, is_slow=True, stores_as="int4-rotated"),
-    quantised("fp8", rounding.fp8, is_slow=True, stores_as="int4-rotated"),
-    quantised("int4", rounding.int4, is_slow=True, stores_as="int4-rotated"),
+    quantised("int8", rounding.int8, quick=(), stores_as="int4-rotated"),
+    quantised("fp8", rounding.fp8, quick=(), stores_as="int4-rotated"),
+    quantised("int4", rounding.int4, quick=(), stores_as="int4-rotated"),
     quantised("int4-rotated", rounding.rotated(rounding.int4), rotate=True),
-    Kind("latent", (kv.LatentAttention(5, HEAD_DIM - 5),), (latent,), None, STAYS, True, spans_as="full"),
+    Kind("latent", (kv.LatentAttention(5, HEAD_DIM - 5),), (latent,), None, STAYS, (), spans_as="full"),
     Kind(
         "shared",
         (window(window=6, max_rollback=5), FULL, kv.SharedWith(0), kv.SharedWith(1)),
         (near(6), dense, near(6), dense),
         5,
         IN_WINDOW,
+        ("copy-on-write",),
         spans_as="mix",
         stores_as="mix",
     ),
@@ -235,6 +237,7 @@ KINDS = (
         | NOT_MOVED
         | dict.fromkeys(("commit", "hit", "partial-hit", "evict", "transfer"), NO_PREFIX)
         | {"generate": NO_SOURCE},
+        (),  # tests/operations/test_sources.py
     ),
     Kind(
         "int8-window",
@@ -242,13 +245,13 @@ KINDS = (
         (rounding.attending(near(6), rounding.int8), dense),
         5,
         IN_WINDOW | NOT_MOVED | {"gradient": NO_GRADIENT},
-        is_slow=True,
+        quick=(),
         spans_as="mix",
         stores_as="int4-rotated",
     ),
     recurrent("points", hash_states.HashState, slice(2)),
-    recurrent("state-per-token", hash_states.StatePerToken, slice(1), is_slow=True),
-    recurrent("last-inputs", hash_states.LastInputs, slice(1, 2), is_slow=True),
+    recurrent("state-per-token", hash_states.StatePerToken, slice(1), quick=()),
+    recurrent("last-inputs", hash_states.LastInputs, slice(1, 2), quick=()),
 )
 
 

@@ -448,7 +448,7 @@ def is_said_elsewhere(kind, name):
 
 
 def is_slow(kind, name):
-    if kind.is_slow or name in WITH_TESTS_OF_ITS_OWN:
+    if name in WITH_TESTS_OF_ITS_OWN or (kind.quick is not None and name not in kind.quick):
         return True
     works = name not in kind.cells
     return works and name in AROUND_THE_STEP and kind.name != LINE_AROUND_THE_STEP
@@ -480,6 +480,7 @@ def test_cells_are_those_of_the_properties():
     for kind in KINDS:
         for other in (kind.spans_as, kind.stores_as):
             assert other is None or other in by_name
-        assert set(kind.cells) <= set(PROPERTIES) and len(kind.layers) == len(kind.oracles)
+        assert {*kind.cells, *(kind.quick or ())} <= set(PROPERTIES)
+        assert len(kind.layers) == len(kind.oracles)
         for cell in kind.cells.values():
             assert cell.why.endswith(".") if isinstance(cell, NoMeaning) else len(cell.sentence) > 15

@@ -17,7 +17,7 @@ from kvcache_jax.core.config import config_from_json, config_to_json
 from kvcache_jax.testing import poison
 from tests.recurrence.exact import exact, off
 
-BLOCK, LENGTH, ROWS, PACKED = 8, 60, 3, 45
+BLOCK, LENGTH, ROWS, PACKED, WIDE, NARROW = 8, 60, 3, 45, 20, 3
 HEADS, KEY_DIM, WIDTH, KERNEL = 4, 6, 5, 4
 DRAFTS = 3
 
@@ -124,7 +124,7 @@ WEIGHTS = {name: draw(case.weights, seed=20 + i) or None for i, (name, case) in 
 def config_of(names):
     layers = [kv.FullAttention(1, 1), *(CASES[name].kind for name in names)]
     sizes = dict(num_blocks=ROWS * LENGTH // BLOCK + ROWS, block_size=BLOCK, max_seq_len=LENGTH)
-    return kv.CacheConfig(layers, max_seqs=ROWS, max_query_len=20, **sizes)
+    return kv.CacheConfig(layers, max_seqs=ROWS, max_query_len=WIDE, **sizes)
 
 
 @functools.partial(jax.jit, static_argnames="width", donate_argnums=0)
@@ -156,18 +156,20 @@ STEPS = [
 ]  # fmt: skip
 
 
+@pytest.mark.quick_cases("padded")
 @pytest.mark.parametrize(
-    ("names", "is_packed"),
-    [([*CASES][:-1], False), pytest.param([*CASES], True, marks=pytest.mark.slow)],
-    ids=["padded", "packed"],
+    ("names", "widths"),
+    [([*CASES][:-1], [WIDE]), ([*CASES][:-1], [NARROW, WIDE]), ([*CASES], [])],
+    ids=["padded", "two widths", "packed"],
 )
-def test_rows_in_pieces_give_the_recurrence(names, is_packed):
+def test_rows_in_pieces_give_the_recurrence(names, widths):
+    """In steps of the least of the widths that holds all pieces, or packed."""
     cache, lengths = kv.init(config_of(names)), np.zeros(ROWS, int)
     cache, _ = kv.allocate(cache, range(ROWS), [0] * ROWS)
     found = {name: [[] for _ in range(ROWS)] for name in names}
     for num_new, is_draft in STEPS:
         starts, ends = lengths, lengths + num_new
-        width = None if is_packed else 3 if max(num_new) <= 3 else 20
+        width = min((width for width in widths if width >= max(num_new)), default=None)
 
         def piece(x, ends=ends, width=width, starts=starts, scale=0.5 if is_draft else 1):
             rows = [scale * x[row, starts[row] : ends[row]] for row in range(ROWS)]
@@ -185,7 +187,7 @@ def test_rows_in_pieces_give_the_recurrence(names, is_packed):
         for name, out in jax.device_get(outs).items():
             firsts = np.cumsum(num_new) - num_new
             for row, (first, num) in enumerate(zip(firsts, num_new, strict=True)):
-                found[name][row].append(out[first : first + num] if is_packed else out[row, :num])
+                found[name][row].append(out[row, :num] if width else out[first : first + num])
     assert kv.check_invariants(cache) == [] and lengths.min() > 5 * BLOCK
     for name in names:
         errors = []
@@ -288,7 +290,7 @@ def test_arrays_that_do_not_fit_are_refused(name, new, weights, message):
 
 
 PIECES = 9, 3, 3, 3, 2, 11, 3
-"""Tokens by which every row goes on in each step, in wide and in narrow ones."""
+"""Tokens by which every row goes on in each step."""
 
 
 def run_rows(texts, forks_at=None, ends_anew=False):
@@ -317,10 +319,10 @@ def run_rows(texts, forks_at=None, ends_anew=False):
 def feed_rows(cache, names, texts, start, num):
     def piece(x):
         rows = [scale * x[row, start : start + num] for row, scale in texts]
-        return padded(rows, 3 if num <= 3 else 20).astype(np.float32)
+        return padded(rows, WIDE).astype(np.float32)
 
     new = jax.tree.map(piece, {name: INPUTS[name] for name in names})
-    cache, status, outs = run(cache, np.full(ROWS, num, np.int32), new, 3 if num <= 3 else 20)
+    cache, status, outs = run(cache, np.full(ROWS, num, np.int32), new, WIDE)
     assert not np.any(status)
     return cache, {name: np.asarray(out)[:, :num] for name, out in outs.items()}
 

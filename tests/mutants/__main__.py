@@ -2,6 +2,7 @@
 
     python -m tests.mutants                  # all of them, as `make mutants` does
     python -m tests.mutants window rollback  # those with one of these words in their names
+    python -m tests.mutants --share 0/4      # the first quarter of them, by their names
     python -m tests.mutants --stale          # names those that do not fit the library any more, tries none
 
 Each mutant is a copy of the repository with one text replaced, in a folder of its own, on which the tests
@@ -15,6 +16,7 @@ import argparse
 import concurrent.futures
 import functools
 import sys
+import zlib
 from collections.abc import Sequence
 
 from tests.mutants.reading import ROOT, read_all
@@ -24,6 +26,7 @@ from tests.mutants.runner import WORKERS, Copy, try_mutant, why_stale, why_unfit
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Shows that every mutation of the library fails a test.")
     parser.add_argument("words", nargs="*", metavar="word", help="only mutations with it in their names")
+    parser.add_argument("--share", metavar="K/N", default="0/1", help="only the K-th share of N, K from 0")
     parser.add_argument("--stale", action="store_true", help="only name those that do not fit the library")
     options = parser.parse_args(arguments)
     words = options.words or [""]
@@ -34,6 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = [mutation for mutation in mutations if any(word in mutation.name for word in words)]
     if not chosen:
         parser.error(f"no mutation has {' or '.join(words)} in its name")
+    index, count = map(int, options.share.split("/"))
+    if not 0 <= index < count:
+        parser.error(f"--share is {options.share}, expected K/N with 0 <= K < N")
+    chosen = [mutation for mutation in chosen if zlib.crc32(mutation.name.encode()) % count == index]
     stale = {mutation.name: why for mutation in chosen if (why := why_stale(ROOT, mutation))}
     mutations = [mutation for mutation in chosen if mutation.name not in stale]
     print(*stale.values(), sep="\n", end="\n" if stale else "", flush=True)

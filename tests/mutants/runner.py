@@ -68,18 +68,29 @@ def why_stale(root: pathlib.Path, mutation: Mutation) -> str | None:
     return f"STALE     {mutation.where} {mutation.name}: its text {times}"
 
 
+def gates_of(mutations: Sequence[Mutation]) -> list[list[str]]:
+    """The arguments of Python that run all gates, each module once with all its cases."""
+    cases: dict[str, dict[str, None]] = {}
+    for mutation in mutations:
+        if mutation.gate:
+            _, module, *words = mutation.gate
+            cases.setdefault(module, {}).update(dict.fromkeys(words))
+    return [["-m", module, *words] for module, words in cases.items()]
+
+
 def why_unfit(copy: Copy, mutations: Sequence[Mutation]) -> str | None:
     """What is wrong with the copy before any mutation, or None: its own library must pass the tests."""
     found = copy.run("-c", "import kvcache_jax; print(kvcache_jax.__file__)").stdout.strip()
     if not pathlib.Path(found).is_relative_to(copy.root):
         return f"the tests would import {found or 'nothing'}, expected the copy in {copy.root}"
-    gates = {mutation.test: mutation.gate for mutation in mutations if mutation.gate}
+    gates = gates_of(mutations)
     if gates and not GATE_PYTHON.exists():
-        return f"there is no {GATE_PYTHON}, which runs {', '.join(gates)}: expected `make .venv-aot` before"
+        named = ", ".join(sorted({mutation.test for mutation in mutations if mutation.gate}))
+        return f"there is no {GATE_PYTHON}, which runs {named}: expected `make .venv-aot` before"
     tests = sorted({mutation.test for mutation in mutations if not mutation.gate})
     with concurrent.futures.ThreadPoolExecutor(WORKERS) as executor:
         results = list(executor.map(copy.test, (tests[i::WORKERS] for i in range(min(WORKERS, len(tests))))))
-    results += [copy.run(*command, python=GATE_PYTHON) for command in gates.values()]
+    results += [copy.run(*command, python=GATE_PYTHON) for command in gates]
     texts = [result.stdout + result.stderr for result in results if result.returncode != 0]
     return "\n".join(["Without any mutation:", *texts]) if texts else None
 

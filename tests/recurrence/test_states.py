@@ -231,15 +231,15 @@ def test_a_state_of_drafts_is_not_published():
     assert admission.num_cached[0] == 16
 
 
-def test_a_donated_step_copies_no_pool():
+@pytest.mark.parametrize("width", [20, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_donated_step_copies_no_pool(width):
     layers = [kv.FullAttention(1, 1), *[HashState(1, 1, width=1024, num_blocks=2**13)] * 2]
     config = kv.CacheConfig(layers, num_blocks=64, block_size=BLOCK, max_seqs=6, max_seq_len=96)
     cache = jax.eval_shape(lambda: kv.init(config))
     num_new = jax.ShapeDtypeStruct((6,), jnp.int32)
-    for width in (1, 20):
-        program = kv.donate(_plain_step).lower(cache, num_new, jax.ShapeDtypeStruct((6, width), jnp.int32))
-        memory = program.compile().memory_analysis()
-        assert memory.temp_size_in_bytes < 0.05 * kv.memory_bytes(config), memory
+    program = kv.donate(_plain_step).lower(cache, num_new, jax.ShapeDtypeStruct((6, width), jnp.int32))
+    memory = program.compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 0.05 * kv.memory_bytes(config), memory
 
 
 def _plain_step(cache, num_new, tokens):
