@@ -53,6 +53,7 @@ from experiments.on_device.contests import CHECKED, FREEING, MEASURED, SIDES
 from experiments.on_device.torch_sides import FLASHINFER_DIR
 from kvcache_jax.core.backends import MOSAIC_GPU
 from kvcache_jax.core.verdicts import verdict_folder
+from pallas_kernels.gpus import left_out
 from pallas_kernels.versions import digest
 
 ROOT = Path(__file__).parent.parent
@@ -287,7 +288,9 @@ def verdict(report: dict[str, Any]) -> dict[str, Any]:
         for record in contest["sides"]
         if record["is_ours"]
     ]
-    kernels: dict[str, bool | None] = dict.fromkeys(KERNELS.values())
+    device = where.get("device") or {}
+    missing = left_out(device.get("name", ""), device.get("compute_capability"))
+    kernels: dict[str, bool | None] = dict.fromkeys(each for each in KERNELS.values() if each not in missing)
     for name, is_right in ours:
         kernel = KERNELS.get(re.split(r"[: ]", name)[0])
         if kernel is not None:

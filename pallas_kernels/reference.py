@@ -178,3 +178,30 @@ def append_kv(
         return pool.at[block, :, slots % block_size].set(values.astype(pool.dtype), mode="drop")
 
     return store(k_pool, k), store(v_pool, v)
+
+
+def append_scaled(
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    scaling: Scaling,
+    k: jax.Array,
+    v: jax.Array,
+    new_scaling: Scaling,
+    slots: jax.Array,
+    *,
+    num_blocks: int,
+    layer: jax.Array | int = 0,
+) -> tuple[jax.Array, jax.Array, Scaling]:
+    """`append_kv` of numbers of 8 bits `[n, h, d]`, and of their scales and offsets, `[n, h]` each."""
+    slots_of_layer = dict(num_blocks=num_blocks, layer=layer)
+
+    def store(pools: tuple, new: tuple) -> list[jax.Array]:
+        pairs = [(pool[..., None], values[..., None]) for pool, values in zip(pools, new, strict=True)]
+        return [append_kv(p, p, x, x, slots, **slots_of_layer)[0][..., 0] for p, x in pairs]
+
+    k_pool, v_pool = append_kv(k_pool, v_pool, k, v, slots, **slots_of_layer)
+    of_keys = store(scaling.of_keys(), new_scaling.of_keys())
+    of_values = store(scaling.of_values(), new_scaling.of_values())
+    k_scale, *k_offset = of_keys
+    v_scale, *v_offset = of_values
+    return k_pool, v_pool, Scaling(k_scale, v_scale, *k_offset, *v_offset)

@@ -36,7 +36,7 @@ from experiments.on_device.sides import jax_sides
 from experiments.on_device.torch_sides import FLASHINFER_DIR, settle, torch_sides
 from kvcache_jax.core.backends import MOSAIC_GPU, XLA
 from pallas_kernels import reference
-from pallas_kernels.gpus import gpu_of, served
+from pallas_kernels.gpus import gpu_of, left_out, served
 from pallas_kernels.shapes import DECODE_SHAPES, EIGHT_BIT_SHAPES, PREFILL_SHAPES, DecodeShape
 from pallas_kernels.versions import untested_jax
 
@@ -54,6 +54,7 @@ def kernels(interpret: bool, _: list[str]) -> Makers:
     attends = {
         f"{kernel}: {shape.name}": functools.partial(_attend, kernel, shape, interpret)
         for kernel, shapes in named
+        if shapes is DECODE_SHAPES or interpret or not _left_out()
         for shape in (shapes[:1] if interpret else shapes)
     }
     moves = _moves((3,) if interpret else (1, 128), interpret)
@@ -149,7 +150,14 @@ PARTS: dict[str, tuple[Callable[[bool, list[str]], Makers], float | None]] = {
 
 
 def _moves(num_tokens: tuple[int, ...], interpret: bool) -> Makers:
+    num_tokens = num_tokens if interpret or not _left_out() else ()
     return move_makers(TINY_POOLS if interpret else Pools(), num_tokens, 2 if interpret else 512, interpret)
+
+
+def _left_out() -> tuple[str, ...]:
+    """Lists the kernels that are not for the GPU here."""
+    device = jax.devices()[0]
+    return left_out(device.device_kind, getattr(device, "compute_capability", None))
 
 
 def _cell(cell: Cell, interpret: bool) -> tuple[Contest, list[Side]]:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from kvcache_jax.attention.attention_plan import plan_rows
-from kvcache_jax.blocks.storage import copy_by_xla
+from kvcache_jax.blocks.storage import copy_by_xla, write_by_xla
 from kvcache_jax.core.backends import MOSAIC_GPU, MOSAIC_TPU, Backend, TargetDevice
 from kvcache_jax.core.state import AttentionPlan, KVPool
 from kvcache_jax.layers.layer_group import LayerGroup
@@ -123,7 +123,7 @@ def _attend(
         return kernels.paged_prefill(q, pool.k, pool.v, block_table, _rows(plan), options, **own)
     if name == MOSAIC_GPU:
         work = kernels.DecodePlan(*plan.work) if plan.work else None
-        own.update(out_dtype=q.dtype, plan=work, scaling=_scaling(pool, group))
+        own.update(out_dtype=q.dtype, plan=work, scaling=_scaling(pool.arrays, group))
     most, attend = _max_queries(), kernels.paged_decode
     if name == MOSAIC_TPU and q.shape[1] > most:
         most, attend = kernels.queries_per_row(q.shape[1], pool.k, q.shape[3]), kernels.paged_prefill
@@ -133,12 +133,39 @@ def _attend(
     return out, lse
 
 
-def _scaling(pool: KVPool, group: LayerGroup) -> Any:
+def _scaling(arrays: Mapping[str, jax.Array], group: LayerGroup) -> Any:
     from pallas_kernels.eight_bits import Scaling
 
     if not group.kind.has_scaled_numbers:
         return None
-    return Scaling(**{name: pool.arrays[name] for name in Scaling._fields if name in pool.arrays})
+    return Scaling(**{name: arrays[name] for name in Scaling._fields if name in arrays})
+
+
+def _write(
+    name: str,
+    pool: KVPool,
+    new: Mapping[str, jax.Array],
+    slots: jax.Array,
+    group: LayerGroup,
+    *,
+    layer: jax.Array,
+) -> KVPool:
+    if not group.kind.has_scaled_numbers:  # XLA writes two arrays where it computes them
+        return write_by_xla(pool, new, slots, group, layer=layer)
+    k, v, scaling = _kernels(name).append_scaled(
+        pool.k,
+        pool.v,
+        _scaling(pool.arrays, group),
+        new["k"],
+        new["v"],
+        _scaling(new, group),
+        slots,
+        num_blocks=pool.num_rows // group.num_layers,
+        layer=layer,
+        interpret=is_interpreted.value,
+    )
+    beside = {part: array for part, array in scaling._asdict().items() if array is not None}
+    return KVPool(arrays={"k": k, "v": v, **beside})
 
 
 def _has_own_prefill(name: str, pool: KVPool, num_queries: int) -> bool:
@@ -222,7 +249,7 @@ def _rows(plan: AttentionPlan) -> Any:
     )
 
 
-def _backend(name: str, plan: Any) -> Backend:
+def _backend(name: str, plan: Any, write: Any) -> Backend:
     def own[T](function: Callable[..., T]) -> Callable[..., T]:
         return functools.partial(function, name)
 
@@ -231,6 +258,7 @@ def _backend(name: str, plan: Any) -> Backend:
         supports=own(_supports),
         decode=own(_attend),
         prefill=own(_attend),
+        write=write,
         copy_blocks=own(_copy_blocks),
         read_blocks=own(_read_blocks),
         write_blocks=own(_write_blocks),
@@ -240,4 +268,7 @@ def _backend(name: str, plan: Any) -> Backend:
     )
 
 
-BACKENDS = _backend(MOSAIC_GPU, _plan), _backend(MOSAIC_TPU, None)
+BACKENDS = (
+    _backend(MOSAIC_GPU, _plan, functools.partial(_write, MOSAIC_GPU)),
+    _backend(MOSAIC_TPU, None, None),
+)

@@ -117,14 +117,27 @@ def _store(
         return over_heads(local, axis, (heads, new_heads, None, None), heads)(pool, new, slots, layer)
 
     def set_own(pool, new, slots, layer):
-        arrays, places = {}, _places(group, pool, slots, layer, config)
-        for name, array in group.arrays:
-            arrays[name] = _set_tokens(pool.arrays[name], array, places[name], new[name])
-        return KVPool(arrays=arrays)
+        return write_by_xla(pool, new, slots, group, layer=layer, context_axis=config.context_axis)
 
     tokens = KVPool(arrays=group.token_positions)
     mapped = over_tokens(set_own, config.context_axis, (tokens, None, None, None), tokens)
     return mapped(pool, new, slots, layer)
+
+
+def write_by_xla(
+    pool: KVPool,
+    new: Mapping[str, jax.Array],
+    slots: jax.Array,
+    group: LayerGroup,
+    *,
+    layer: jax.Array,
+    context_axis: str | None = None,
+) -> KVPool:
+    """Writes new tokens, as a backend's `write` does; of any kind, and of blocks a device's part."""
+    arrays, places = {}, _places(group, pool, slots, layer, context_axis)
+    for name, array in group.arrays:
+        arrays[name] = _set_tokens(pool.arrays[name], array, places[name], new[name])
+    return KVPool(arrays=arrays)
 
 
 def _set_tokens(values: jax.Array, array: BlockArray, places: tuple[Any, ...], new: jax.Array) -> jax.Array:
@@ -150,11 +163,11 @@ def _axis_to_map(group: LayerGroup, pool: KVPool, head_axis: str | None) -> str 
 
 
 def _places(
-    group: LayerGroup, pool: KVPool, slots: jax.Array, layer: jax.Array, config: CacheConfig
+    group: LayerGroup, pool: KVPool, slots: jax.Array, layer: jax.Array, context_axis: str | None
 ) -> dict[str, tuple[Any, ...]]:
     """Finds the slots in the pool's arrays, past the end of the first axis for nowhere: an index by name."""
     block_ids, offset = quotient(slots, group.block_size), remainder(slots, group.block_size)
-    block_ids, offset = own_places(pool, group, config.context_axis, block_ids, offset)
+    block_ids, offset = own_places(pool, group, context_axis, block_ids, offset)
     block = block_rows(block_ids, layer, pool.num_rows // group.num_layers, pool.num_rows)
     return {name: (block, *array.before_tokens, offset) for name, array in group.arrays}
 
@@ -168,7 +181,7 @@ def _store_fwd(backend, config, group, pool, new, slots, layer):
 def _store_bwd(backend, config, group, residuals, grads):
     def take_own(grads, slots, layer):
         kept, new = {}, {}
-        for name, places in _places(group, grads, slots, layer, config).items():
+        for name, places in _places(group, grads, slots, layer, config.context_axis).items():
             grad = grads.arrays[name]
             values = grad.at[places].get(mode="fill", fill_value=0)
             # The barrier orders the read before the write, which can then be done in place.

@@ -69,7 +69,7 @@ class CacheConfig:
         A block is evicted before the block it continues. Every policy but "lru" scans all blocks;
         `policies.InBatches(name, batch_size)` scans them less often.
       implementation: The backend of attention, writing, and whole blocks that are copied, exported or
-        imported: "xla", "mosaic_gpu" (Hopper and Blackwell GPUs; bfloat16, float16 and attention of 8 bits),
+        imported: "xla", "mosaic_gpu" (NVIDIA GPUs from Ampere on; bfloat16, float16, from Hopper on 8 bits),
         "mosaic_tpu", a name registered with `register_backend`, or None for what the environment's
         `KVCACHE_JAX_IMPLEMENTATION` names, else for kernels that support the call where a verdict of
         `experiments.first_gpu_run` passed, else "xla" (docs/devices.md). Parts

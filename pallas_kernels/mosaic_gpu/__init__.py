@@ -1,8 +1,9 @@
-"""Kernels for NVIDIA Hopper and Blackwell GPUs, in Pallas Mosaic GPU."""
+"""Kernels for NVIDIA GPUs from Ampere on, in Pallas Mosaic GPU."""
 
-from pallas_kernels.mosaic_gpu.append import append_kv
-from pallas_kernels.mosaic_gpu.decode import paged_decode, plan_for, why_not
+from pallas_kernels.mosaic_gpu.append import append_kv, append_scaled
+from pallas_kernels.mosaic_gpu.decode import paged_decode, plan_for
 from pallas_kernels.mosaic_gpu.decode_plan import DecodePlan
+from pallas_kernels.mosaic_gpu.limits import why_not
 from pallas_kernels.mosaic_gpu.merge import merge_attention
 from pallas_kernels.mosaic_gpu.move_blocks import copy_blocks, gather_blocks, scatter_blocks
 from pallas_kernels.mosaic_gpu.prefill import MIN_QUERIES, paged_prefill, why_not_prefill
@@ -11,6 +12,7 @@ __all__ = [
     "MIN_QUERIES",
     "DecodePlan",
     "append_kv",
+    "append_scaled",
     "copy_blocks",
     "gather_blocks",
     "merge_attention",

@@ -11,7 +11,6 @@ into logits, values' into weights and results.
 """
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -28,9 +27,9 @@ from pallas_kernels.decode_rows import (
     check_rows,
     check_size,
 )
-from pallas_kernels.eight_bits import NUMBERS, WIDENED, Scaling, check_scaling
-from pallas_kernels.mosaic_gpu import limits
-from pallas_kernels.mosaic_gpu.decode_budget import num_stages, programs_per_sm
+from pallas_kernels.eight_bits import WIDENED, Scaling, check_scaling
+from pallas_kernels.gpus import Gpu
+from pallas_kernels.mosaic_gpu.decode_budget import cost, num_stages, programs_per_sm
 from pallas_kernels.mosaic_gpu.decode_mask import KeyMask
 from pallas_kernels.mosaic_gpu.decode_plan import (
     MAX_GROUP_SIZE,
@@ -44,21 +43,24 @@ from pallas_kernels.mosaic_gpu.decode_plan import (
     tiling_of,
 )
 from pallas_kernels.mosaic_gpu.grid import unflatten
-from pallas_kernels.mosaic_gpu.interpret import launch
+from pallas_kernels.mosaic_gpu.interpret import launch, store
 from pallas_kernels.mosaic_gpu.lanes import (
+    as_lanes,
     as_queries,
     fetch_queries,
     lanes_smem,
     load_queries,
     num_query_copies,
     result_shapes,
+    sinks_of_lanes,
+    store_results,
     write_results,
 )
-from pallas_kernels.mosaic_gpu.limits import DECODED, num_sms, target, why_not_block, why_not_pool
+from pallas_kernels.mosaic_gpu.limits import num_sms, target, why_not, why_not_block
 from pallas_kernels.mosaic_gpu.logits import LOG2_E, MASKED, scaled
 from pallas_kernels.mosaic_gpu.merge import merge_items
-from pallas_kernels.mosaic_gpu.products import Multiply, multiply_on
-from pallas_kernels.mosaic_gpu.rings import Ring, ring_smem
+from pallas_kernels.mosaic_gpu.products import commit_on, multiply_on
+from pallas_kernels.mosaic_gpu.rings import Ring, ring_on, ring_smem
 from pallas_kernels.mosaic_gpu.tiles import tiled
 
 _INTERPRETED_PROGRAMS = 8
@@ -114,37 +116,39 @@ def paged_decode(
     else:
         plan = plan_for(rows, q.shape, block_table.shape[1], block_size, dtype=dtype, interpret=interpret)
 
-    layer = jnp.asarray(layer, jnp.int32).reshape(1)
+    gpu, layer = target(), jnp.asarray(layer, jnp.int32).reshape(1)
     of_keys, of_values = ((), ()) if scaling is None else (scaling.of_keys(), scaling.of_values())
     q = q.astype(WIDENED if scaling is not None else dtype)
-    inputs = [q, k_pool, v_pool, block_table, plan.items, layer, *of_keys, *of_values]
+    queries = q if gpu.has_copy_engine else as_lanes(q, tiling)
+    inputs = [queries, k_pool, v_pool, block_table, plan.items, layer, *of_keys, *of_values]
     if sink_logits is not None:
-        inputs.append(_sinks_of_lanes(sink_logits.astype(jnp.float32) * LOG2_E, tiling))
+        inputs.append(sinks_of_lanes(sink_logits.astype(jnp.float32) * LOG2_E, tiling))
     num_items, can_split = plan.items.shape[0], plan.num_parts > 0
-    results = result_shapes(q.shape, tiling, out_dtype)
+    results = result_shapes(q.shape, tiling, out_dtype, gpu)
     if can_split:
-        results += result_shapes((plan.num_parts, *q.shape[1:]), tiling, jnp.float32)
+        results += result_shapes((plan.num_parts, *q.shape[1:]), tiling, jnp.float32, gpu)
 
-    gpu = target()
     stages = num_stages(tiling, head_dim, gpu)
-    ring = ring_smem(tiling, stages, (k_pool, *of_keys))
+    ring = ring_smem(tiling, stages, (k_pool, *of_keys), gpu)
     ring_barrier = plgpu.Barrier(num_barriers=stages, num_arrivals=tiling.pieces_per_tile * len(ring))
     scratch: dict[str, Any] = dict(
         q_smem=plgpu.SMEM((tiling.num_lanes, head_dim), q.dtype, transforms=tiled(head_dim, 2)),
         k_smem=ring,
         v_smem=ring,
         p_smem=plgpu.SMEM((tiling.num_lanes, TILE_ROWS), q.dtype, transforms=tiled(TILE_ROWS, 2)),
-        # The result and the sink logits: two rows of 128 bytes, to which the copy engine wants them aligned.
-        per_lane_smem=plgpu.SMEM((2, MAX_LANES), jnp.float32),
-        q_barrier=plgpu.Barrier(num_arrivals=num_query_copies(tiling, head_dim) + (sink_logits is not None)),
-        k_barrier=ring_barrier,
-        v_barrier=ring_barrier,
     )
+    if gpu.has_copy_engine:
+        # The result and the sink logits: two rows of 128 bytes, to which the copy engine wants them aligned.
+        scratch["per_lane_smem"] = plgpu.SMEM((2, MAX_LANES), jnp.float32)
+        num_copies = num_query_copies(tiling, head_dim) + (sink_logits is not None)
+        scratch["q_barrier"] = plgpu.Barrier(num_arrivals=num_copies)
+    if ring_on(gpu, interpret) is Ring:
+        scratch |= dict(k_barrier=ring_barrier, v_barrier=ring_barrier)
     if scaling is not None:
         scratch["wide_smem"] = plgpu.SMEM((TILE_ROWS, head_dim), q.dtype, transforms=tiled(head_dim, 2))
     out, lse, *parts = launch(
-        functools.partial(_decode, options, tiling, can_split, multiply_on(gpu, interpret)),
-        cost=_cost(q, (k_pool, *of_keys), block_table),
+        functools.partial(_decode, options, tiling, can_split, gpu, interpret),
+        cost=cost(q, (k_pool, *of_keys), block_table),
         interpret=interpret,
         out_type=results,
         grid=(num_items * tiling.num_lane_tiles * num_heads,),
@@ -199,50 +203,21 @@ def plan_for(
     return plan_decode(rows, tiling, num_columns=num_columns, num_parallel=num_parallel)
 
 
-def _cost(q: jax.Array, of_keys: tuple[jax.Array, ...], block_table: jax.Array) -> pl.CostEstimate:
-    """At full tables; as much as is stored `of_keys` is of values."""
-    num_rows, num_queries, num_heads, group_size, head_dim = q.shape
-    num_keys = num_rows * num_heads * block_table.shape[1] * of_keys[0].shape[2]
-    key_bytes = sum(math.prod(x.shape[3:]) * x.dtype.itemsize for x in of_keys)
-    return pl.CostEstimate(
-        flops=4 * num_keys * num_queries * group_size * head_dim,
-        transcendentals=num_keys * num_queries * group_size,
-        bytes_accessed=2 * num_keys * key_bytes,
-    )
-
-
-def why_not(k_pool: jax.Array, group_size: int) -> str | None:
-    """Why this kernel does not take a pool, with so many query heads per key/value head; None if it does."""
-    if reason := why_not_pool(k_pool, (*DECODED, *NUMBERS)):
-        return reason
-    if k_pool.dtype.itemsize == 1 and k_pool.shape[3] not in limits.WIDENED_HEAD_DIMS:
-        most = " or ".join(map(str, limits.WIDENED_HEAD_DIMS))
-        return f"head_dim is {k_pool.shape[3]} with numbers of 8 bits, expected {most}"
-    if group_size > MAX_GROUP_SIZE:
-        return f"{group_size} query heads share a key/value head, expected up to {MAX_GROUP_SIZE}"
-    return None
-
-
-def _sinks_of_lanes(sinks: jax.Array, tiling: Tiling) -> jax.Array:
-    """`[h, g]` as `[h, lanes]`, the same for all lane tiles; the lanes after the last query are 0."""
-    sinks = jnp.tile(sinks, (1, tiling.queries_per_tile))
-    return jnp.pad(sinks, ((0, 0), (0, tiling.num_lanes - sinks.shape[1])))
-
-
 def _decode(
     options: DecodeOptions,
     tiling: Tiling,
     can_split: bool,
-    multiply: Multiply,
+    gpu: Gpu,
+    is_interpreted: bool,
     *args,
     q_smem,
     k_smem,
     v_smem,
     p_smem,
-    per_lane_smem,
-    q_barrier,
-    k_barrier,
-    v_barrier,
+    per_lane_smem=None,
+    q_barrier=None,
+    k_barrier=None,
+    v_barrier=None,
     wide_smem=None,
 ) -> None:
     """One key/value head and lane tile of one item; or nothing, where the plan has no item."""
@@ -251,8 +226,15 @@ def _decode(
     q_ref, k_ref, v_ref, table_ref, items_ref, layer_ref, *more = inputs
     num_beside = len(k_smem) - 1
     *beside, sinks_ref = more[:num_beside], more[num_beside : 2 * num_beside], more[2 * num_beside :]
+    multiply, commit = multiply_on(gpu, is_interpreted), commit_on(gpu, is_interpreted)
+
+    def turn_and_store(smem, x: jax.Array) -> None:
+        if not gpu.has_copy_engine:  # nor stmatrix: pairs of numbers that lie side by side must be a thread's
+            x = plgpu.layout_cast(x, plgpu.Layout.WGMMA_TRANSPOSED)
+        store(smem.transpose((1, 0)), x)
+
     keys, values = (
-        Ring((pool_ref, *refs), smem, barrier, tiling, wide_smem)
+        ring_on(gpu, is_interpreted)((pool_ref, *refs), smem, barrier, tiling, wide_smem)
         for pool_ref, refs, smem, barrier in zip(
             (k_ref, v_ref), beside, (k_smem, v_smem), (k_barrier, v_barrier), strict=True
         )
@@ -272,7 +254,8 @@ def _decode(
     block_size, head_dim = k_ref.shape[2:]
     stages = k_smem[0].shape[0]
     first_query = lane_tile * tiling.queries_per_tile
-    lse_smem, sinks_smem = (per_lane_smem.at[nth, pl.ds(0, tiling.num_lanes)] for nth in range(2))
+    if gpu.has_copy_engine:
+        lse_smem, sinks_smem = (per_lane_smem.at[nth, pl.ds(0, tiling.num_lanes)] for nth in range(2))
     mask = KeyMask(
         options, block_size, first_column, num_columns, first_position, num_queries, tiling, first_query
     )
@@ -310,7 +293,8 @@ def _decode(
         out, peak, total, next_rows = state
         slot = lax.rem(tile, jnp.int32(stages))
         rows_after = pieces_of(tile + stages + 1)  # asked for early: they are there when they are needed
-        k = keys.read(slot)
+        is_refilled = tile + stages < num_tiles
+        k = keys.read(slot, is_refilled)
         logits = multiply(k.numbers, q_smem.transpose((1, 0)))
         refill(keys, tile + stages, next_rows)
         if k.scale is not None:
@@ -325,7 +309,7 @@ def _decode(
         weights = jnp.exp2(logits - per_lane(new_peak, TILE_ROWS))
         decay = jnp.exp2(peak - new_peak)
         total = total * decay + weights.sum(axis=0)
-        v = values.read(slot)
+        v = values.read(slot, is_refilled)
         first_key = (first_tile + tile) * TILE_ROWS
 
         def of_seen(x: jax.Array) -> jax.Array:
@@ -334,43 +318,51 @@ def _decode(
             return per_key(jnp.where(is_seen, x, jnp.zeros_like(x)))
 
         of_numbers = weights if v.scale is None else weights * of_seen(v.scale)
-        p_smem.transpose((1, 0))[...] = of_numbers.astype(p_smem.dtype)
+        turn_and_store(p_smem, of_numbers.astype(p_smem.dtype))
 
         @pl.when(mask.is_edge(first_tile + tile))
         def _():
             numbers = plgpu.load(v.numbers, layout=layout, optimized=False)
             is_seen = mask.is_seen_by_any(first_key, (TILE_ROWS, head_dim))
-            v.numbers[...] = jnp.where(is_seen, numbers, jnp.zeros_like(numbers))
+            store(v.numbers, jnp.where(is_seen, numbers, jnp.zeros_like(numbers)))
 
-        plgpu.commit_smem()
+        commit()
         new_out = multiply(v.numbers.transpose((1, 0)), p_smem.transpose((1, 0)))
         refill(values, tile + stages, next_rows)
         if v.offset is not None:
             new_out = new_out + per_lane((weights * of_seen(v.offset)).sum(axis=0), head_dim)
         if wide_smem is not None:
-            plgpu.commit_smem()  # all warps have multiplied before the next keys take these values' place
+            commit()  # all warps have multiplied before the next keys take these values' place
         return out * per_lane(decay, head_dim) + new_out, new_peak, total, rows_after
 
-    def begin(fetched_smem) -> None:
+    def begin(fetched_smem=None) -> None:
         """Starts all copies, and lays the queries out as a product reads them."""
-        fetch_queries(q_ref, (row, lane_tile, head), fetched_smem, q_barrier, tiling)
-        if sinks_ref:
-            plgpu.copy_gmem_to_smem(sinks_ref[0].at[head], sinks_smem, q_barrier)
+        if fetched_smem is not None:
+            fetch_queries(q_ref, (row, lane_tile, head), fetched_smem, q_barrier, tiling)
+            if sinks_ref:
+                plgpu.copy_gmem_to_smem(sinks_ref[0].at[head], sinks_smem, q_barrier)
         for tile in range(stages):
             rows = pieces_of(tile)
             refill(keys, jnp.int32(tile), rows)
             refill(values, jnp.int32(tile), rows)
-        plgpu.barrier_wait(q_barrier)
-        load_queries(fetched_smem, q_smem)
-        plgpu.commit_smem()
+        if fetched_smem is not None:
+            plgpu.barrier_wait(q_barrier)
+            load_queries(fetched_smem, q_smem)
+        else:
+            q = plgpu.load(q_ref.at[row, lane_tile, head], layout=layout, optimized=False)
+            turn_and_store(q_smem, q)
+        commit()
 
-    def write(out, refs, index) -> None:
-        out_ref, lse_ref = refs
-        write_results(out, lse_smem, out_ref, lse_ref, (index, lane_tile, head), tiling)
+    def write(out, lse, refs, index) -> None:
+        write_or_store = write_results if gpu.has_copy_engine else store_results
+        write_or_store(out, lse, *refs, (index, lane_tile, head), tiling)
 
     @pl.when(row >= 0)
     def _():
-        pl.run_scoped(begin, lanes_smem(tiling, head_dim, q_smem.dtype))
+        if gpu.has_copy_engine:
+            pl.run_scoped(begin, lanes_smem(tiling, head_dim, q_smem.dtype))
+        else:
+            begin()
         q_sum = None
         if num_beside > 1:  # an offset is added to each number of a key
             q = plgpu.load(q_smem.transpose((1, 0)), layout=layout, optimized=False)
@@ -382,7 +374,8 @@ def _decode(
         one_per_lane = (tiling.num_lanes,)
         peak, total = full(one_per_lane, MASKED, by_lane), full(one_per_lane, 0, by_lane)
         if sinks_ref:  # counts once: in the row's first item
-            sinks = plgpu.load(sinks_smem, layout=by_lane, optimized=False)
+            sinks = sinks_smem if gpu.has_copy_engine else sinks_ref[0].at[head]
+            sinks = plgpu.load(sinks, layout=by_lane, optimized=False)
             is_first = plgpu.layout_cast(jnp.full(one_per_lane, first_tile), by_lane) == 0
             peak, total = jnp.where(is_first, sinks, peak), jnp.where(is_first, 1.0, total)
         start = (full((head_dim, tiling.num_lanes), 0, layout), peak, total, pieces_of(stages))
@@ -391,9 +384,11 @@ def _decode(
         is_empty = (peak <= MASKED) | (query >= num_queries)
         total = jnp.where(is_empty, 1.0, total)
         out = jnp.where(per_lane(is_empty, head_dim), 0.0, out / per_lane(total, head_dim))
-        lse_smem[...] = jnp.where(is_empty, -jnp.inf, (peak + jnp.log2(total)) / LOG2_E)
+        lse = jnp.where(is_empty, -jnp.inf, (peak + jnp.log2(total)) / LOG2_E)
+        if gpu.has_copy_engine:
+            lse_smem[...], lse = lse, lse_smem
         if can_split:
-            pl.when(part >= 0)(lambda: write(out, results[2:], part))
-            pl.when(part < 0)(lambda: write(out, results[:2], row))
+            pl.when(part >= 0)(lambda: write(out, lse, results[2:], part))
+            pl.when(part < 0)(lambda: write(out, lse, results[:2], row))
         else:
-            write(out, results, row)
+            write(out, lse, results, row)

@@ -1,5 +1,10 @@
 """What a program of the decode may use of an SM, to which `make aot` holds it, and how many share one."""
 
+import math
+
+import jax
+from jax.experimental import pallas as pl
+
 from pallas_kernels.gpus import Gpu
 from pallas_kernels.mosaic_gpu.decode_plan import TILE_ROWS, Tiling
 from pallas_kernels.mosaic_gpu.limits import REGISTERS
@@ -30,6 +35,8 @@ def max_registers(tiling: Tiling, head_dim: int, gpu: Gpu) -> int:
     by_lanes = {64: (96, 168, 168, 168), 128: (128, 160, 208, 208), 256: (224, 255)}[head_dim]
     if not gpu.has_wgmma:  # factors are in registers too
         by_lanes = {64: (112, 168, 168, 192), 128: (128, 160, 208, 248), 256: (224, 255)}[head_dim]
+    if not gpu.has_copy_engine:  # and addresses of what a thread copies
+        by_lanes = {64: (128, 168, 192, 224), 128: (168, 192, 224, 248), 256: (255, 255)}[head_dim]
     if tiling.number_bytes == 1:
         by_lanes = {64: (128, 168, 255, 255), 128: (168, 255, 255, 255), 256: (255, 255)}[head_dim]
     registers = by_lanes[tiling.num_lanes // 8 - 1]
@@ -41,6 +48,18 @@ def max_shared_memory(tiling: Tiling, head_dim: int, gpu: Gpu) -> int:
     """Bytes of a program; the system takes 1 KB beside them."""
     return num_stages(tiling, head_dim, gpu) * _stage_bytes(tiling, head_dim) + _beside_rings(
         tiling, head_dim
+    )
+
+
+def cost(q: jax.Array, of_keys: tuple[jax.Array, ...], block_table: jax.Array) -> pl.CostEstimate:
+    """What XLA is told, at full tables; as much as is stored `of_keys` is of values."""
+    num_rows, num_queries, num_heads, group_size, head_dim = q.shape
+    num_keys = num_rows * num_heads * block_table.shape[1] * of_keys[0].shape[2]
+    key_bytes = sum(math.prod(x.shape[3:]) * x.dtype.itemsize for x in of_keys)
+    return pl.CostEstimate(
+        flops=4 * num_keys * num_queries * group_size * head_dim,
+        transcendentals=num_keys * num_queries * group_size,
+        bytes_accessed=2 * num_keys * key_bytes,
     )
 
 

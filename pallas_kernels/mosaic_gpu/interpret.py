@@ -30,6 +30,14 @@ def launch(
     return plgpu.kernel(body, **options)
 
 
+def store(ref: Any, value: jax.Array) -> None:
+    """`ref[...] = value` where it need not be fast: to device memory, or of another layout than is stored."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, value, optimized=False)
+    else:  # the oldest jax does without being told
+        ref[...] = value
+
+
 def _interpret_params() -> Any:
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 

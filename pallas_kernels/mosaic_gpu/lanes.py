@@ -13,7 +13,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.gpus import Gpu
 from pallas_kernels.mosaic_gpu.decode_plan import LaneTiling
+from pallas_kernels.mosaic_gpu.interpret import store
 from pallas_kernels.mosaic_gpu.tiles import tiled
 
 _COLUMNS = 64  # 128 bytes of 16 bits, what a row of the widest swizzle has
@@ -63,20 +65,37 @@ def load_queries(smem: Any, q_smem: Any) -> None:
         q_smem.at[:, columns].transpose((1, 0))[...] = q
 
 
+def as_lanes(q: jax.Array, tiling: LaneTiling) -> jax.Array:
+    """Brings queries `[r, t, h, g, d]` into `[r, lane tiles, h, d, num_lanes]`, 0 where there is no query."""
+    num_rows, num_queries, num_heads, group_size, head_dim = q.shape
+    num_padding = tiling.num_lane_tiles * tiling.queries_per_tile - num_queries
+    q = jnp.pad(q, ((0, 0), (0, num_padding), (0, 0), (0, 0), (0, 0)))
+    q = q.reshape(num_rows, tiling.num_lane_tiles, -1, num_heads, group_size, head_dim)
+    q = q.transpose(0, 1, 3, 5, 2, 4).reshape(num_rows, tiling.num_lane_tiles, num_heads, head_dim, -1)
+    return jnp.pad(q, ((0, 0),) * 4 + ((0, tiling.num_lanes - q.shape[4]),))
+
+
+def sinks_of_lanes(sinks: jax.Array, tiling: LaneTiling) -> jax.Array:
+    """`[h, g]` as `[h, lanes]`, the same for all lane tiles; the lanes after the last query are 0."""
+    sinks = jnp.tile(sinks, (1, tiling.queries_per_tile))
+    return jnp.pad(sinks, ((0, 0), (0, tiling.num_lanes - sinks.shape[1])))
+
+
 def result_shapes(
-    q_shape: tuple[int, ...], tiling: LaneTiling, dtype: Any
+    q_shape: tuple[int, ...], tiling: LaneTiling, dtype: Any, gpu: Gpu
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """What `write_results` writes: `out` and `lse` f32[r, h, lanes of all lane tiles].
+    """What `write_results` or `store_results` writes: `out` and `lse` f32[r, h, lanes of all lane tiles].
 
     Args:
       q_shape: `(r, t, h, g, d)`.
       tiling: Static.
       dtype: Of `out`. Of 16 bits it has the model's layout; else `[r, h, d, lanes of all lane tiles]`, for no
         store turns 32 bits.
+      gpu: Without a copy engine `out` has the second layout, too.
     """
     num_rows, _, num_heads, _, head_dim = q_shape
     num_lanes = tiling.num_lanes * tiling.num_lane_tiles
-    if jnp.dtype(dtype).itemsize != 2:
+    if jnp.dtype(dtype).itemsize != 2 or not gpu.has_copy_engine:
         q_shape = (num_rows, num_heads, head_dim, num_lanes)
     lse = jax.ShapeDtypeStruct((num_rows, num_heads, num_lanes), jnp.float32)
     return jax.ShapeDtypeStruct(q_shape, dtype), lse
@@ -128,6 +147,16 @@ def write_results(
     else:
         smem = plgpu.SMEM(out.shape, out_ref.dtype, transforms=tiled(tiling.num_lanes, 4))
     pl.run_scoped(write, smem)
+
+
+def store_results(
+    out: jax.Array, lse: jax.Array, out_ref: Any, lse_ref: Any, place: tuple, tiling: LaneTiling
+) -> None:
+    """`write_results` by threads, of `lse` f32[num_lanes], in the layout of 32 bits."""
+    row, lane_tile, head = place
+    lanes = pl.ds(lane_tile * tiling.num_lanes, tiling.num_lanes)
+    store(out_ref.at[row, head, :, lanes], out.astype(out_ref.dtype))
+    store(lse_ref.at[row, head, lanes], lse)
 
 
 def as_queries(x: jax.Array, tiling: LaneTiling) -> jax.Array:

@@ -4,7 +4,9 @@ from typing import Any
 
 import jax
 
+from pallas_kernels.eight_bits import NUMBERS
 from pallas_kernels.gpus import HOPPER, Gpu, gpu_of
+from pallas_kernels.mosaic_gpu.decode_plan import MAX_GROUP_SIZE
 
 NUM_SMS = 132
 """Of an H100 or H200 on SXM."""
@@ -43,6 +45,22 @@ def _traced_for() -> Any:
     if on_mesh is None or on_mesh.platform not in ("gpu", "cuda"):
         return local[0] if local[0].platform == "gpu" else None
     return next((device for device in local if device.device_kind == on_mesh.device_kind), on_mesh)
+
+
+def why_not(k_pool: jax.Array, group_size: int) -> str | None:
+    """Why the decode does not take a pool, with so many query heads per key/value head; None if it does."""
+    if reason := why_not_pool(k_pool, (*DECODED, *NUMBERS)):
+        return reason
+    if k_pool.dtype.itemsize == 1 and not target().has_copy_engine:
+        return (
+            f"the pools are {k_pool.dtype}, expected {' or '.join(DECODED)} on a GPU like {target().example}"
+        )
+    if k_pool.dtype.itemsize == 1 and k_pool.shape[3] not in WIDENED_HEAD_DIMS:
+        most = " or ".join(map(str, WIDENED_HEAD_DIMS))
+        return f"head_dim is {k_pool.shape[3]} with numbers of 8 bits, expected {most}"
+    if group_size > MAX_GROUP_SIZE:
+        return f"{group_size} query heads share a key/value head, expected up to {MAX_GROUP_SIZE}"
+    return None
 
 
 def why_not_pool(pool: jax.Array, dtypes: tuple[str, ...]) -> str | None:

@@ -13,7 +13,7 @@ from pallas_kernels.decode_rows import check_floats
 from pallas_kernels.mosaic_gpu.decode_plan import LaneTiling
 from pallas_kernels.mosaic_gpu.grid import unflatten
 from pallas_kernels.mosaic_gpu.interpret import launch
-from pallas_kernels.mosaic_gpu.lanes import write_results
+from pallas_kernels.mosaic_gpu.lanes import store_results, write_results
 from pallas_kernels.mosaic_gpu.limits import target
 from pallas_kernels.mosaic_gpu.logits import LOG2_E, MASKED
 from pallas_kernels.mosaic_gpu.tiles import tiled
@@ -96,9 +96,16 @@ def _merge(
 ) -> tuple[jax.Array, jax.Array]:
     _, num_heads, head_dim, _ = part_out.shape
     out_ref, lse_ref = jax.new_ref(out), jax.new_ref(lse)
-    part_bytes = head_dim * tiling.num_lanes * 4
+    gpu, part_bytes = target(), head_dim * tiling.num_lanes * 4
     # Beside the ring lies the result, as large as a part, and logs.
-    stages = min(_MAX_STAGES, (target().shared_memory - part_bytes - _SMALL_BUFFERS) // part_bytes)
+    stages = min(_MAX_STAGES, (gpu.shared_memory - part_bytes - _SMALL_BUFFERS) // part_bytes)
+    scratch = dict(
+        part_smem=plgpu.SMEM(
+            (stages, head_dim, tiling.num_lanes), jnp.float32, transforms=tiled(tiling.num_lanes, 4)
+        ),
+        part_lse_smem=plgpu.SMEM((stages, _MAX_LANES), jnp.float32),  # of each slot the first lanes
+        barrier=plgpu.Barrier(num_barriers=stages, num_arrivals=2),
+    )
     launch(
         functools.partial(_merge_row, tiling),
         cost=pl.CostEstimate(
@@ -111,13 +118,7 @@ def _merge(
         grid=(out.shape[0] * tiling.num_lane_tiles * num_heads,),
         grid_names=("program",),
         kernel_name="merge_attention",
-        scratch_types=dict(
-            part_smem=plgpu.SMEM(
-                (stages, head_dim, tiling.num_lanes), jnp.float32, transforms=tiled(tiling.num_lanes, 4)
-            ),
-            part_lse_smem=plgpu.SMEM((stages, _MAX_LANES), jnp.float32),  # of each slot the first lanes
-            barrier=plgpu.Barrier(num_barriers=stages, num_arrivals=2),
-        ),
+        scratch_types=scratch if gpu.has_copy_engine else {},
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(out_ref, lse_ref, part_out, part_lse, first_part)
     return out_ref[...], lse_ref[...]
@@ -131,15 +132,18 @@ def _merge_row(
     part_lse_ref,
     first_part_ref,
     *,
-    part_smem,
-    part_lse_smem,
-    barrier,
+    part_smem=None,
+    part_lse_smem=None,
+    barrier=None,
 ) -> None:
-    """One row, lane tile and key/value head; nothing, where the row has no parts."""
+    """One row, lane tile and key/value head; nothing, where the row has no parts.
+
+    Without scratch threads load the parts and store the result.
+    """
     _, num_heads, head_dim, _ = part_ref.shape
     row, lane_tile, head = unflatten(lax.axis_index("program"), tiling.num_lane_tiles, num_heads)
     first, end = first_part_ref[row], first_part_ref[row + 1]
-    num_lanes, stages = tiling.num_lanes, part_smem.shape[0]
+    num_lanes, stages = tiling.num_lanes, 0 if barrier is None else part_smem.shape[0]
     lanes, lanes_of_slot = pl.ds(lane_tile * num_lanes, num_lanes), pl.ds(0, num_lanes)
     layout = plgpu.Layout.WGMMA
     by_lane = layout.reduce(0)
@@ -154,16 +158,24 @@ def _merge_row(
     def per_lane(x: jax.Array) -> jax.Array:
         return lax.broadcast_in_dim(x, (head_dim, num_lanes), [1])
 
-    def add_part(part, state):
-        out, peak, total = state
+    def loaded(part) -> tuple[jax.Array, jax.Array]:
+        if barrier is None:
+            part_out, part_lse = part_ref.at[part, head, :, lanes], part_lse_ref.at[part, head, lanes]
+            part_out = plgpu.load(part_out, layout=layout, optimized=False)
+            return part_out, plgpu.load(part_lse, layout=by_lane, optimized=False)
         slot = lax.rem(part - first, jnp.int32(stages))
         plgpu.barrier_wait(barrier.at[slot])
         part_out = plgpu.load(part_smem.at[slot], layout=layout)
         part_lse = part_lse_smem.at[slot, lanes_of_slot]
-        part_lse = plgpu.load(part_lse, layout=by_lane, optimized=False) * LOG2_E
+        part_lse = plgpu.load(part_lse, layout=by_lane, optimized=False)
         plgpu.commit_smem()
         pl.when(part + stages < end)(lambda: fetch(part + stages))
-        part_lse = jnp.maximum(part_lse, MASKED)
+        return part_out, part_lse
+
+    def add_part(part, state):
+        out, peak, total = state
+        part_out, part_lse = loaded(part)
+        part_lse = jnp.maximum(part_lse * LOG2_E, MASKED)
         new_peak = jnp.maximum(peak, part_lse)
         weight, decay = jnp.exp2(part_lse - new_peak), jnp.exp2(peak - new_peak)
         weight = jnp.where(part_lse > MASKED, weight, 0.0)
@@ -186,8 +198,10 @@ def _merge_row(
         out, peak, total = lax.fori_loop(first, end, add_part, start)
         is_empty = peak <= MASKED
         total = jnp.where(is_empty, 1.0, total)
+        lse = jnp.where(is_empty, -jnp.inf, (peak + jnp.log2(total)) / LOG2_E)
+        out, place = jnp.where(per_lane(is_empty), 0.0, out / per_lane(total)), (row, lane_tile, head)
+        if barrier is None:
+            return store_results(out, lse, out_ref, lse_ref, place, tiling)
         # The ring is free again: its first slot takes the result.
-        part_lse_smem[0, lanes_of_slot] = jnp.where(is_empty, -jnp.inf, (peak + jnp.log2(total)) / LOG2_E)
-        out = jnp.where(per_lane(is_empty), 0.0, out / per_lane(total))
-        lse_smem = part_lse_smem.at[0, lanes_of_slot]
-        write_results(out, lse_smem, out_ref, lse_ref, (row, lane_tile, head), tiling)
+        part_lse_smem[0, lanes_of_slot] = lse
+        write_results(out, part_lse_smem.at[0, lanes_of_slot], out_ref, lse_ref, place, tiling)

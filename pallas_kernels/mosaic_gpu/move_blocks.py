@@ -3,9 +3,12 @@
 A block of one layer is contiguous, so it moves as it lies, cut into chunks that fit into shared memory. Every
 CTA takes each `num_ctas`-th chunk and keeps a ring of them in flight; no register ever sees the data. How
 many blocks move is known on the device only: the grid is fixed, and the CTAs share what there is.
+
+Without a copy engine threads load a chunk and store it, and as many CTAs as fit have a chunk each in flight.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic_gpu.interpret import launch
+from pallas_kernels.mosaic_gpu.interpret import launch, store
 from pallas_kernels.mosaic_gpu.limits import check_moved_pool, num_sms, target
 from pallas_kernels.move_arguments import check_block_values, check_moved_blocks
 
@@ -27,6 +30,7 @@ H200, and fill one of an RTX 50."""
 MAX_STAGES = 8
 MAX_CTAS_PER_SM = 8
 _MAX_BOX = 256  # rows of one transfer
+_THREADS = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +42,7 @@ class _Cut:
       num_ids: Blocks of one layer, at most.
       rows: Of `head_dim` elements, in one chunk.
       chunks: Of one block.
-      stages: Chunks of K, and of V, in the ring of a CTA; at least 2.
+      stages: Chunks of K, and of V, in the ring of a CTA; at least 2, or 0 where threads move them.
       max_ctas: As many as run side by side.
       is_in_order: The same part of all blocks is moved by the same CTA, one block after the other: a source
         is read before a later copy overwrites it.
@@ -205,12 +209,14 @@ def _cut(pool: jax.Array, num_blocks: int, ids: jax.Array, is_in_order: bool = F
     _, num_heads, block_size, head_dim = pool.shape
     rows_of_block = num_heads * block_size
     row_bytes = head_dim * pool.dtype.itemsize
-    most = min(_MAX_BOX, MAX_CHUNK_BYTES // row_bytes)
-    rows = max(n for n in range(1, most + 1) if rows_of_block % n == 0)
+    gpu, most = target(), min(_MAX_BOX, MAX_CHUNK_BYTES // row_bytes)
+    step = 1 if gpu.has_copy_engine else -(-_THREADS // head_dim)  # so that all threads have as much
+    rows = max(n for n in range(step, most + 1, step) if rows_of_block % n == 0)
     stage_bytes = 2 * rows * row_bytes
-    stages = min(RING_BYTES // stage_bytes, MAX_STAGES)
+    stages = min(RING_BYTES // stage_bytes, MAX_STAGES) if gpu.has_copy_engine else 0
     num_layers, chunks = pool.shape[0] // num_blocks, rows_of_block // rows
-    max_ctas = num_sms() * min(target().shared_memory // (stages * stage_bytes), MAX_CTAS_PER_SM)
+    by_memory = gpu.shared_memory // (stages * stage_bytes) if stages else MAX_CTAS_PER_SM
+    max_ctas = num_sms() * min(by_memory, MAX_CTAS_PER_SM)
     if is_in_order:
         max_ctas = max(n for n in range(1, max_ctas + 1) if num_layers * chunks % n == 0)
     return _Cut(
@@ -238,7 +244,10 @@ def _launch(
     **options: Any,
 ) -> Callable[..., Any]:
     """`moved` is like what moves of K, if all does."""
-    smem = plgpu.SMEM((cut.stages, cut.rows, moved.shape[-1]), moved.dtype)
+    scratch = []
+    if cut.stages:
+        smem = plgpu.SMEM((cut.stages, cut.rows, moved.shape[-1]), moved.dtype)
+        scratch = [smem, smem, plgpu.Barrier(num_barriers=cut.stages, num_arrivals=2)]
     num_bytes = 4 * moved.size * moved.dtype.itemsize  # K and V, read and written
     return launch(
         body,
@@ -246,7 +255,7 @@ def _launch(
         interpret=interpret,
         grid=(cut.num_ctas,),
         grid_names=("cta",),
-        scratch_types=[smem, smem, plgpu.Barrier(num_barriers=cut.stages, num_arrivals=2)],
+        scratch_types=scratch,
         kernel_name=name,
         **options,
     )
@@ -277,7 +286,7 @@ class _Ends:
     zeros: Any = None
 
 
-def _move(cut: _Cut, count, ends: _Ends, k_smem, v_smem, barrier) -> None:
+def _move(cut: _Cut, count, ends: _Ends, k_smem=None, v_smem=None, barrier=None) -> None:
     """Moves the blocks `nth < count` of all layers."""
     cta = lax.axis_index("cta")
     num_chunks = jnp.minimum(count, cut.num_ids) * (cut.num_layers * cut.chunks)
@@ -289,6 +298,29 @@ def _move(cut: _Cut, count, ends: _Ends, k_smem, v_smem, barrier) -> None:
         nth_block = lax.div(nth_chunk, cut.chunks)
         layer, nth = lax.rem(nth_block, cut.num_layers), lax.div(nth_block, cut.num_layers)
         return layer, nth, lax.rem(nth_chunk, cut.chunks)
+
+    def move_by_threads(step) -> None:
+        """A thread has the same part of all chunks: it reads a source before it overwrites it later."""
+        layer, nth, chunk = place(step)
+
+        def move(*sources) -> None:
+            layout = plgpu.Layout.WG_STRIDED(sources[0].shape, vec_size=_vector_len(sources[0]))
+            found = [plgpu.load(source, layout=layout) for source in sources]
+            for values, ref in zip(found, ends.targets, strict=True):
+                store(ref.at[ends.target_of(layer, nth), chunk], values)
+
+        def move_block() -> None:
+            move(*(source.at[ends.source_of(layer, nth), chunk] for source in ends.sources))
+
+        if ends.is_block is None:
+            return move_block()
+        pl.when(ends.is_block(nth))(move_block)
+        if ends.zeros is not None:
+            pl.when(~ends.is_block(nth))(lambda: move(ends.zeros, ends.zeros))
+
+    if barrier is None:
+        pl.loop(0, num_steps)(move_by_threads)
+        return
 
     def fetch(step, slot):
         layer, nth, chunk = place(step)
@@ -343,3 +375,8 @@ def _move(cut: _Cut, count, ends: _Ends, k_smem, v_smem, barrier) -> None:
             fetch(later, lax.rem(later, cut.stages))
 
     plgpu.wait_smem_to_gmem(0)
+
+
+def _vector_len(chunk: Any) -> int:
+    """Numbers that a thread moves at once: up to 16 bytes, and as many for all threads."""
+    return math.gcd(16 // chunk.dtype.itemsize, math.prod(chunk.shape) // _THREADS)

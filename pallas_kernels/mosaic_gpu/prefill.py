@@ -141,6 +141,8 @@ def why_not_prefill(k_pool: jax.Array, q_dtype: Any) -> str | None:
     """Why this kernel does not take a pool, and queries of a dtype; None if it does."""
     if reason := why_not_pool(k_pool, DECODED):
         return reason
+    if not target().has_copy_engine:
+        return f"a GPU like {target().example} has no copy engine"
     if k_pool.shape[3] not in HEAD_DIMS:
         return f"head_dim is {k_pool.shape[3]}, expected {' or '.join(map(str, HEAD_DIMS))}"
     if k_pool.shape[2] % MIN_PIECE_LEN:

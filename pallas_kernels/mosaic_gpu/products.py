@@ -42,7 +42,15 @@ def multiply_on(gpu: Gpu, is_interpreted: bool) -> Multiply:
     """Returns the product for a GPU; jax's interpreter knows wgmma alone."""
     if is_interpreted or gpu.has_wgmma:
         return functools.partial(_by_wgmma, is_interpreted)
-    return _by_mma
+    return functools.partial(_by_mma, commit_on(gpu, is_interpreted))
+
+
+def commit_on(gpu: Gpu, is_interpreted: bool) -> Callable[[], None]:
+    """Returns what passes stores of threads on to the copy engine and to wgmma, and their loads to copies.
+
+    Where threads copy, the barriers that Mosaic puts around stores and before copies are enough.
+    """
+    return plgpu.commit_smem if gpu.has_copy_engine or is_interpreted else _nothing
 
 
 def _nothing() -> None:
@@ -66,12 +74,14 @@ def _by_wgmma(
     return product if total is None else total() + product
 
 
-def _by_mma(a: Any, b: Any, *, total=None, begun=_nothing, ended=_nothing) -> jax.Array:
+def _by_mma(
+    commit: Callable[[], None], a: Any, b: Any, *, total=None, begun=_nothing, ended=_nothing
+) -> jax.Array:
     of_a, of_b = (layout(a.dtype) for layout in (plgpu.Layout.MMA_LHS, plgpu.Layout.MMA_RHS))
     begun()
     zeros = jnp.zeros((a.shape[0], b.shape[1]), jnp.float32)
     result = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA) if total is None else total()
     result = plgpu.mma(result, plgpu.load(a, layout=of_a), plgpu.load(b, layout=of_b))
-    plgpu.commit_smem()  # a copy that overwrites a factor comes after all warps' loads of it
+    commit()  # a copy that overwrites a factor comes after all warps' loads of it
     ended()
     return result

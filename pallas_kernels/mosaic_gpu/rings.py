@@ -9,6 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.eight_bits import in_float32, widened
+from pallas_kernels.gpus import Gpu
 from pallas_kernels.mosaic_gpu.decode_plan import TILE_ROWS, Tiling
 from pallas_kernels.mosaic_gpu.tiles import tiled
 
@@ -61,8 +62,13 @@ class Ring:
                 self.barrier.at[slot],
             )
 
-    def read(self, slot: Any) -> Tile:
-        """Waits for a slot's tile; what was widened may be multiplied at once."""
+    def read(self, slot: Any, is_refilled: Any) -> Tile:
+        """Waits for a slot's tile; what was widened may be multiplied at once.
+
+        Args:
+          slot: i32[].
+          is_refilled: bool[], whether the slot gets another tile after this one.
+        """
         plgpu.barrier_wait(self.barrier.at[slot])
         numbers, *beside = self.smem
         if self.wide_smem is None:
@@ -91,11 +97,43 @@ class Ring:
         return found
 
 
-def ring_smem(tiling: Tiling, num_stages: int, pools: tuple[jax.Array, ...]) -> tuple:
+@dataclasses.dataclass(frozen=True)
+class ThreadRing(Ring):
+    """A ring that threads fill, on GPUs without a copy engine; of numbers of 16 bits alone.
+
+    A thread waits until no more than so many of its copies are on their way, which land in the order in which
+    they began. So rings of keys and of values are filled and read in turns, and nothing else is copied.
+    """
+
+    def fetch(self, slot: Any, nth: int, place: tuple, start: Any) -> None:
+        [pool], [smem] = self.pools, self.smem
+        piece_len = self.tiling.piece_len
+        plgpu.copy_gmem_to_smem(
+            pool.at[*place, pl.ds(start, piece_len)],
+            smem.at[slot, pl.ds(nth * piece_len, piece_len)],
+            oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
+        )
+
+    def read(self, slot: Any, is_refilled: Any) -> Tile:
+        # Those of both rings' other slots, and of the refilled one of keys while values are read.
+        num_later = (2 * self.smem[0].shape[0] - 1) * self.tiling.pieces_per_tile
+        pl.when(is_refilled)(lambda: plgpu.wait_gmem_to_smem(num_later))
+        pl.when(~is_refilled)(lambda: plgpu.wait_gmem_to_smem(0))
+        return Tile(self.smem[0].at[slot])
+
+
+def ring_on(gpu: Gpu, is_interpreted: bool) -> type[Ring]:
+    """Returns the rings for a GPU; jax's interpreter knows the copy engine alone."""
+    return Ring if gpu.has_copy_engine or is_interpreted else ThreadRing
+
+
+def ring_smem(tiling: Tiling, num_stages: int, pools: tuple[jax.Array, ...], gpu: Gpu) -> tuple:
     """Shared memory for so many tiles of pools: of numbers, and what is stored beside them."""
     numbers, *beside = pools
     head_dim, dtype = numbers.shape[3], numbers.dtype
-    transforms = tiled(head_dim, dtype.itemsize)
+    # Where threads copy, each of 4 warps takes a fourth of the tiles that a swizzle cuts a piece into.
+    widest = 128 if gpu.has_copy_engine else head_dim * tiling.piece_len // 16
+    transforms = tiled(head_dim, dtype.itemsize, widest)
     rings = [plgpu.SMEM((num_stages, TILE_ROWS, head_dim), dtype, transforms=transforms)]
     for array in beside:
         length = tiling.pieces_per_tile * _step(array.dtype, tiling)

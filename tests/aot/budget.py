@@ -22,6 +22,7 @@ class Budget:
       min_wgmma: Tensor core instructions that read shared memory (HGMMA), at least; summed.
       min_mma: Tensor core instructions that read registers (HMMA), at least; summed.
       min_tma: Loads by the copy engine (UTMALDG), at least; summed.
+      min_thread_copies: Copies of threads to shared memory (LDGSTS), at least; summed.
       min_fences: Between stores of threads and reads by other hardware (fence.proxy.async), at least; summed.
       temporary_bytes: Device memory beside arguments and results, at most.
     """
@@ -32,6 +33,7 @@ class Budget:
     min_wgmma: int = 0
     min_mma: int = 0
     min_tma: int = 0
+    min_thread_copies: int = 0
     min_fences: int = 0
     temporary_bytes: int = 0
 

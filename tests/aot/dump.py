@@ -4,7 +4,7 @@ import dataclasses
 import pathlib
 import re
 
-from tests.aot.alignment import tma_alignment
+from tests.aot.alignment import BASE, tma_alignment
 from tests.aot.descriptors import read_host_code
 
 
@@ -28,6 +28,7 @@ class KernelCost:
       fences: Between what threads store to shared memory and what tensor cores or the copy engine read.
       serialized: Notes of the assembler that it waits for each product before the next, which costs time.
       descriptor_faults: Of the copy engine's descriptors, what CUDA would refuse.
+      thread_copies: Copies of threads to shared memory.
     """
 
     name: str
@@ -45,6 +46,7 @@ class KernelCost:
     fences: int
     serialized: int
     descriptor_faults: tuple[str, ...]
+    thread_copies: int
 
 
 def read_kernels(folder: pathlib.Path) -> list[KernelCost]:
@@ -91,10 +93,11 @@ def _read_kernel(ptxas: pathlib.Path) -> KernelCost:
         wgmma_groups=len(re.findall(r"\bwgmma\.commit_group\b", ptx)),
         wgmma_waits=len(re.findall(r"\bwgmma\.wait_group\b", ptx)),
         tma=len(re.findall(r"\bUTMALDG\b", sass)),
-        tma_alignment=tma_alignment(ptx),
+        tma_alignment=tma_alignment(ptx) if re.search(r"\bU(TMA\w+|BLKCP)\b", sass) else BASE,
         grid=tuple(int(n) for n in grids[-1]),
         tanh_approx=len(re.findall(r"\btanh\.approx\b", ptx)),
         fences=len(re.findall(r"\bfence\.proxy\.async\b", ptx)),
         serialized=len(re.findall(r"wgmma\S* instructions are serialized", report)),
         descriptor_faults=tuple(fault for each in descriptors for fault in each.faults()),
+        thread_copies=len(re.findall(r"\bLDGSTS\b", sass)),
     )

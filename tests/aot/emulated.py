@@ -1,4 +1,4 @@
-"""Emulates the kernels for H200, B200 and RTX 5090 on a CPU, from their PTX, and compares with references.
+"""Emulates the kernels for H200 and other GPUs on a CPU, from their PTX, and compares with references.
 
     python -m tests.aot.emulated                    # all named shapes and a few random decodes
     python -m tests.aot.emulated decode_long copy   # decode_long, and those with `copy` in their names

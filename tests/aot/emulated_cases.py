@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import mosaic_gpu, reference
+from pallas_kernels.eight_bits import Scaling
 from pallas_kernels.mosaic_gpu import append, decode, move_blocks, prefill
 from pallas_kernels.shapes import DECODE_SHAPES, EIGHT_BIT_SHAPES, PREFILL_SHAPES, DecodeShape
-from tests.aot.target import B200, H200, RTX_5090, Target
+from tests.aot.target import A100, B200, H200, L4, RTX_5090, Target
 
 NUM_LAYERS, NUM_BLOCKS, NUM_IDS = 2, 11, 4
 NOWHERE = 2**30
@@ -33,9 +34,22 @@ MERGES = {
     "6_parts_126_lanes": (6, 2, 3, 7, 128),
     "head_256": (2, 33, 256),
 }
-# What GPUs without wgmma run of these, and a decode whose rings have one stage on an RTX 5090.
+# What GPUs without wgmma run of these, two of them without TMA, and a decode whose rings have one stage on an
+# RTX 5090.
 ELSEWHERE = {
-    B200: ("decode_plain", "decode_long", "decode_drafts_7x16", "decode_fp8", "prefill_head_128_group_3"),
+    A100: (
+        *(
+            f"decode_{name}"
+            for name in ("plain", "long", "idle_rows", "group_1_block_8", "drafts_7x16", "all")
+        ),
+        *("decode_of_32_bits", "merge_head_256", "gather_f16_24x128_3", "scatter_bf16_72x64_3"),
+        "copy_bf16_16x64_4",
+    ),
+    L4: ("decode_head_128_block_24", "decode_sink_logits", "gather_bf16_16x64_3", "copy_f32_8x256_3"),
+    B200: (
+        *("decode_plain", "decode_long", "decode_drafts_7x16", "decode_fp8", "prefill_head_128_group_3"),
+        "append_int8_16x64",
+    ),
     RTX_5090: ("decode_all", "decode_int8_all", "prefill_plain"),
 }
 ONE_STAGE = DecodeShape("head_256_long", (200,), 1, group_size=7, head_dim=256, num_queries=2)
@@ -85,6 +99,7 @@ def cases(num_random: int, seed: int) -> list[Case]:
             for count in (0, NUM_IDS)
         ),
         *(_append(name, num_tokens) for name, num_tokens in zip(POOLS, (1, 7, 5, 19), strict=True)),
+        *(_append_scaled(*each) for each in ((1, 16, 64, "int8", 5), (3, 24, 128, "uint8", 7))),
     ]
     named = {case.name: case for case in here}
     return [
@@ -110,7 +125,7 @@ def _on(target: Target, case: Case) -> Case:
 
 def _random(name: str, draw: random.Random) -> Case:
     shape = _random_shape(name, draw)
-    return _on(draw.choice([H200, B200, RTX_5090]), _decode(f"decode_{name}", shape, shape.dtype))
+    return _on(draw.choice([H200, B200, RTX_5090, A100, L4]), _decode(f"decode_{name}", shape, shape.dtype))
 
 
 def _prefill(name: str, shape: DecodeShape) -> Case:
@@ -215,3 +230,28 @@ def _append(name: str, num_tokens: int) -> Case:
         functools.partial(mosaic_gpu.append_kv, *arguments, **options),
         functools.partial(reference.append_kv, *arguments, **options),
     )
+
+
+def _append_scaled(num_heads: int, block_size: int, head_dim: int, dtype: str, num_tokens: int) -> Case:
+    """Likewise, of 8 bits."""
+    rng = np.random.default_rng(num_tokens)
+    shape, shape_of_new = (NUM_LAYERS * NUM_BLOCKS, num_heads, block_size), (num_tokens, num_heads)
+
+    def numbers(*shape: int) -> list[jax.Array]:
+        return [jnp.asarray(rng.integers(0, 100, (*shape, head_dim)), dtype) for _ in "kv"]
+
+    def scaling(*shape: int) -> Scaling:
+        beside = [rng.integers(0, 2**16, shape) for _ in range(4)]
+        dtypes = ["uint16", "uint16", "float32", "float32"] if dtype == "int8" else ["float32", "float32"]
+        return Scaling(*(jnp.asarray(array, each) for array, each in zip(beside, dtypes, strict=False)))
+
+    slots = rng.permutation(NUM_BLOCKS * block_size)[:num_tokens].astype(np.int32)
+    slots[-2:-1] = NOWHERE
+    pools = (*numbers(*shape), scaling(*shape))
+    arguments = (*pools, *numbers(*shape_of_new), scaling(*shape_of_new), jnp.asarray(slots))
+
+    def call(module: Any) -> list[jax.Array]:
+        return jax.tree.leaves(module.append_scaled(*arguments, num_blocks=NUM_BLOCKS, layer=1))
+
+    calls = (functools.partial(call, module) for module in (mosaic_gpu, reference))
+    return Case(f"append_{dtype}_{block_size}x{head_dim}", *calls)

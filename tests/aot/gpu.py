@@ -1,4 +1,4 @@
-"""Compiles the kernels for H200, some for B200 and RTX 5090, without a GPU and holds each to its budget.
+"""Compiles the kernels for H200, some for other GPUs, without a GPU and holds each to its budget.
 
     python -m tests.aot.gpu                      # all cases, as `make aot` does on the newest jax
     python -m tests.aot.gpu decode append_64     # those with one of these words in their names
@@ -31,14 +31,25 @@ TMA_ALIGNMENT = 128
 """Of addresses in shared memory."""
 MAX_GRID = (2**31 - 1, 65535, 65535)
 """CTAs along x, y and z."""
-HEADINGS = ("registers", "spilled", "shared", "HGMMA", "HMMA", "UTMALDG", "fences", "temporary", "verdict")
+HEADINGS = (
+    "registers",
+    "spilled",
+    "shared",
+    "HGMMA",
+    "HMMA",
+    "UTMALDG",
+    "LDGSTS",
+    "fences",
+    "temporary",
+    "verdict",
+)
 
 
 def failures(cost: ProgramCost, case: CompileCase) -> list[str]:
     """What is wrong with the program, a phrase each."""
     budget = case.budget
     found = [f"does not call {name}" for name in case.kernels if name not in cost.called]
-    registers, spills, shared, wgmma, mma, tma, fences = totals(cost)
+    registers, spills, shared, wgmma, mma, tma, thread_copies, fences = totals(cost)
     for what, value, most in (
         ("registers", registers, budget.registers),
         ("spilled bytes", spills, budget.spill_bytes),
@@ -51,6 +62,7 @@ def failures(cost: ProgramCost, case: CompileCase) -> list[str]:
         ("HGMMA", wgmma, budget.min_wgmma),
         ("HMMA", mma, budget.min_mma),
         ("UTMALDG", tma, budget.min_tma),
+        ("LDGSTS", thread_copies, budget.min_thread_copies),
         ("fences", fences, budget.min_fences),
     ):
         if value < least:
@@ -90,6 +102,7 @@ def totals(cost: ProgramCost) -> tuple[int, ...]:
         sum(kernel.wgmma for kernel in kernels),
         sum(kernel.mma for kernel in kernels),
         sum(kernel.tma for kernel in kernels),
+        sum(kernel.thread_copies for kernel in kernels),
         sum(kernel.fences for kernel in kernels),
     )
 

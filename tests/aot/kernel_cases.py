@@ -23,14 +23,14 @@ from pallas_kernels.mosaic_gpu.decode_budget import (
     num_stages,
     programs_per_sm,
 )
-from pallas_kernels.mosaic_gpu.decode_plan import Tiling, tiling_of
+from pallas_kernels.mosaic_gpu.decode_plan import TILE_ROWS, Tiling, tiling_of
 from pallas_kernels.mosaic_gpu.lanes import num_query_copies
 from pallas_kernels.mosaic_gpu.merge import merge_attention
 from pallas_kernels.mosaic_gpu.prefill import paged_prefill
 from pallas_kernels.mosaic_gpu.prefill_mask import QUERY_ROWS
 from tests.aot.budget import Budget, CompileCase, i32, pool
 from tests.aot.move_cases import MOVE_CASES
-from tests.aot.target import B200, H200, RTX_5090, Target
+from tests.aot.target import A100, B200, H200, L4, RTX_5090, Target
 
 
 def _decode_budget(
@@ -51,6 +51,8 @@ def _decode_budget(
     products = dict(min_wgmma=num_products)
     if not gpu.has_wgmma:
         products = dict(min_mma=num_products * tiling.num_lanes // 8)
+    if not gpu.has_copy_engine:  # a thread copies 16 bytes
+        products["min_thread_copies"] = 2 * num_tiles * head_dim * 2 * TILE_ROWS // (16 * 128)
     merge_tma, merge_fences = (10, 3) if is_split else (0, 0)
     num_copies = num_arrays * num_tiles * tiling.pieces_per_tile
     budget = Budget(
@@ -61,6 +63,8 @@ def _decode_budget(
         temporary_bytes=1_000_000 + 3 * num_programs * tiling.num_lanes * head_dim * 4,
         **products,
     )
+    if not gpu.has_copy_engine:
+        budget = dataclasses.replace(budget, min_tma=0, min_fences=0)
     return dataclasses.replace(budget, **changes)
 
 
@@ -113,6 +117,10 @@ def _decode_case(
     beside = BESIDE.get(dtype, ())
     tiling = tiling_of(num_queries, group_size, head_dim, block_size, jnp.dtype(dtype).itemsize)
     budget = _decode_budget(tiling, head_dim, is_split, target, 2 + 2 * len(beside), **limits)
+    if not target.gpu.has_copy_engine:  # queries and results, turned by XLA
+        num_lanes = num_rows * num_kv_heads * tiling.num_lane_tiles * tiling.num_lanes
+        turned = 2 * num_lanes * head_dim * jnp.dtype(out_dtype).itemsize
+        budget = dataclasses.replace(budget, temporary_bytes=budget.temporary_bytes + turned)
     kernels = ("paged_decode", "merge_attention") if is_split else ("paged_decode",)
     return CompileCase(name, function, arguments, budget, kernels, pools=(1, 2), target=target)
 
@@ -175,6 +183,16 @@ _OTHER_GPUS = {
     "b200_decode_int8": dict(target=B200, dtype="int8"),
     "b200_decode_fp8_8_queries_group_8": dict(target=B200, dtype="uint8", group_size=8, num_queries=8),
     "rtx_decode_fp8_head_64": dict(target=RTX_5090, dtype="uint8", head_dim=64, block_size=64),
+    "a100_decode_32_rows_group_4": dict(target=A100),
+    "a100_decode_8_queries_group_8": dict(target=A100, group_size=8, num_queries=8),
+    "a100_decode_head_64_block_8": dict(target=A100, head_dim=64, block_size=8, dtype="float16"),
+    "a100_decode_window": dict(
+        target=A100, num_queries=4, window=1024, num_sink_tokens=20, soft_cap=30.0, has_sink_logits=True
+    ),
+    "a100_decode_head_256": dict(target=A100, head_dim=256, block_size=24, max_len=8160),
+    "l4_decode_32_rows_group_4": dict(target=L4, dtype="float16", out_dtype="float16"),
+    "l4_decode_head_64": dict(target=L4, head_dim=64, block_size=128, has_sink_logits=True),
+    "l4_decode_8_queries_head_256": dict(target=L4, head_dim=256, num_queries=8, window=1024),
     "rtx_decode_int8_8_queries": dict(target=RTX_5090, dtype="int8", num_queries=8),
 }
 
@@ -303,10 +321,14 @@ CASES = (
     *_HOPPER_CASES,
     *(_decode_case(name, **options) for name, options in _OTHER_GPUS.items()),
     *(_prefill_case(name, **options) for name, options in _OTHER_PREFILLS.items()),
+    _elsewhere("copy_blocks_bf16_16x128", "a100", A100, registers=128, min_tma=0, min_fences=0),
+    _elsewhere("gather_blocks_f16_24x64", "l4", L4, registers=128, min_tma=0),
     _elsewhere("copy_blocks_bf16_16x128", "b200", B200),
     # An SM has memory for one ring, where two share one of Hopper's registers; the oldest jax takes 53.
     _elsewhere("copy_blocks_bf16_16x128", "rtx", RTX_5090, registers=64),
     _elsewhere("append_4096_f32", "rtx", RTX_5090),
+    _elsewhere("append_int8_64", "b200", B200),
+    _elsewhere("append_fp8_4096_head_64", "rtx", RTX_5090),
     # Of 32 lanes two parts fit beside the result.
     _elsewhere("merge_40_lanes_head_256", "rtx", RTX_5090, shared_memory=99 * 1024, min_tma=6),
 )

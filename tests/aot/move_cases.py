@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.mosaic_gpu.append import append_kv
+from pallas_kernels.eight_bits import Scaling
+from pallas_kernels.mosaic_gpu.append import append_kv, append_scaled
 from pallas_kernels.mosaic_gpu.move_blocks import (
     MAX_CHUNK_BYTES,
     copy_blocks,
@@ -80,6 +81,27 @@ def _append_case(name: str, num_tokens: int, budget: Budget, **shape: Any) -> Co
     return CompileCase(f"append_{name}", function, arguments, budget, ("append_kv",), (0, 1), (0, 1))
 
 
+def _append_scaled_case(name: str, num_tokens: int, budget: Budget, **shape: Any) -> CompileCase:
+    of = _Shape(**shape)
+    beside = (jnp.uint16, jnp.uint16, jnp.float32, jnp.float32) if of.dtype == "int8" else (jnp.float32,) * 2
+
+    def arguments() -> tuple:
+        values = of.values(num_tokens)
+        scaling, new = (
+            Scaling(*(jax.ShapeDtypeStruct(array.shape[:-1], each) for each in beside))
+            for array in (of.pool(), values)
+        )
+        return of.pool(), of.pool(), *scaling[: len(beside)], values, values, new, i32(num_tokens), i32()
+
+    def function(k_pool, v_pool, *rest):
+        scaling, (k, v, new, slots, layer) = Scaling(*rest[: len(beside)]), rest[len(beside) :]
+        own = dict(num_blocks=of.num_blocks, layer=layer)
+        return append_scaled(k_pool, v_pool, scaling, k, v, new, slots, **own)
+
+    pools = tuple(range(2 + len(beside)))
+    return CompileCase(f"append_{name}", function, arguments, budget, ("append_scaled",), pools, pools)
+
+
 MOVE_CASES = (
     *_move_cases("bf16_16x128"),
     *_move_cases("bf16_512x256", num_kv_heads=16, block_size=512, head_dim=256, num_blocks=32, num_layers=2),
@@ -90,6 +112,25 @@ MOVE_CASES = (
     _append_case("64", 64, Budget(registers=32, shared_memory=4_104, min_tma=2)),
     _append_case("4096", 4096, Budget(registers=64, shared_memory=32_776, min_tma=2)),
     _append_case("4096_f32", 4096, Budget(registers=64, shared_memory=65_544, min_tma=2), dtype="float32"),
+    # Numbers of a token, and a row of each array beside them, each array 1 KB apart.
+    _append_scaled_case(
+        "int8_64", 64, Budget(registers=40, shared_memory=6_152, min_tma=6, temporary_bytes=64), dtype="int8"
+    ),
+    _append_scaled_case(
+        "fp8_4096_head_64",
+        4096,
+        Budget(registers=64, shared_memory=10_248, min_tma=4, temporary_bytes=64),
+        dtype="uint8",
+        head_dim=64,
+    ),
+    _append_scaled_case(
+        "int8_5_heads",
+        8192,
+        Budget(registers=64, shared_memory=16_000, min_tma=6, temporary_bytes=1_000_000),
+        num_kv_heads=5,
+        block_size=24,
+        dtype="int8",
+    ),
     # As large as a token may be.
     _append_case(
         "widest",

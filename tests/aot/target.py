@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from pallas_kernels.gpus import B200 as GPU_B200
+from pallas_kernels import gpus
 from pallas_kernels.gpus import HOPPER, RTX_50, Gpu
 
 # XLA's GpuTargetConfigProto in text form, with the facts of the chip.
@@ -10,9 +10,9 @@ _TARGET = """
 gpu_device_info {{
   name: "{name}"
   device_vendor: "NVIDIA Corporation"
-  model_str: "sm_{capability}a with {memory}B RAM, {num_sms} cores"
-  platform_version: "Compute Capability {capability}a"
-  cuda_compute_capability {{ major: {major} feature_extension: ACCELERATED_FEATURES }}
+  model_str: "sm_{capability}{features} with {memory}B RAM, {num_sms} cores"
+  platform_version: "Compute Capability {capability}{features}"
+  cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {extension} }}
   driver_version: "13.0.0"
   runtime_version: "13.0.0"
   compile_time_toolkit_version: "13.0.0"
@@ -76,10 +76,15 @@ class Target:
 
     def text(self) -> str:
         """Returns what XLA reads."""
+        major, minor = self.gpu.capability.split(".")
+        is_accelerated = int(major) >= 9
         return _TARGET.format(
             name=self.name,
             capability=self.gpu.capability,
-            major=self.gpu.capability.split(".")[0],
+            major=major,
+            minor=minor,
+            features="a" * is_accelerated,
+            extension="ACCELERATED_FEATURES" if is_accelerated else "NONE",
             shared_memory=self.gpu.shared_memory,
             shared_memory_per_sm=self.gpu.shared_memory + 1024,
             **{field: getattr(self, field) for field in list(self.__dataclass_fields__)[1:]},
@@ -87,5 +92,7 @@ class Target:
 
 
 H200 = Target(HOPPER, 132, 1.98, 2048, 151_397_597_184, 4_800_000_000_000, 52_428_800)
-B200 = Target(GPU_B200, 148, 1.965, 2048, 191_500_000_000, 8_000_000_000_000, 132_644_864)
+B200 = Target(gpus.B200, 148, 1.965, 2048, 191_500_000_000, 8_000_000_000_000, 132_644_864)
 RTX_5090 = Target(RTX_50, 170, 2.407, 1536, 34_190_000_000, 1_792_000_000_000, 100_663_296)
+A100 = Target(gpus.A100, 108, 1.41, 2048, 85_899_345_920, 2_039_000_000_000, 41_943_040)
+L4 = Target(gpus.L4, 58, 2.04, 1536, 24_152_000_000, 300_000_000_000, 50_331_648)

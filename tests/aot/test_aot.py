@@ -29,6 +29,7 @@ SASS = """
    -:2:-:Y:02        /*0900*/                   HGMMA.64x8x16.F32.BF16 R24, gdesc[UR4], R24
    -:2:-:Y:02        /*0910*/                   HMMA.16816.F32.BF16 R8, R4, R16, RZ
    -:2:-:Y:02        /*0920*/                   HMMA.16816.F32.BF16 R8, R20, R18, R8
+   -:2:-:Y:02        /*0930*/                   LDGSTS.E.BYPASS.128 [R61], desc[UR16][R8.64]
 """
 PASSES = """
     %1 = gpu.launch async [%2] blocks(%3, %4, %5) in (%6 = %c1, %7 = %8, %9 = %c1) threads(%10) \
@@ -73,7 +74,14 @@ $L__BB0_1:
 	bra 	$L__BB0_1;
 """
 BUDGET = Budget(
-    registers=64, shared_memory=4104, min_wgmma=2, min_mma=3, min_tma=2, min_fences=2, temporary_bytes=8
+    registers=64,
+    shared_memory=4104,
+    min_wgmma=2,
+    min_mma=3,
+    min_tma=2,
+    min_thread_copies=7,
+    min_fences=2,
+    temporary_bytes=8,
 )
 KERNEL = KernelCost(
     "decode_0",
@@ -91,6 +99,7 @@ KERNEL = KernelCost(
     fences=2,
     serialized=0,
     descriptor_faults=(),
+    thread_copies=7,
 )
 CASE = CompileCase("decode", lambda: None, tuple, BUDGET, kernels=("paged_decode", "copy_blocks"))
 COST = ProgramCost(
@@ -117,7 +126,7 @@ def ptx(second=256, stride=256, plus=0, source="%rd1"):
 def test_a_dump_is_read(tmp_path):
     write_dump(tmp_path, stores=16, loads=20)
     (kernel,) = read_kernels(tmp_path)
-    counts = dict(tanh_approx=0, fences=1, serialized=0, descriptor_faults=())
+    counts = dict(tanh_approx=0, fences=1, serialized=0, descriptor_faults=(), thread_copies=1)
     assert kernel == KernelCost("append_kv_0", 42, 36, 4104, 1, 2, 1, 1, 2, 256, grid=(1, 512, 1), **counts)
 
 
@@ -222,6 +231,7 @@ def test_a_program_at_its_budget_passes():
         ({"wgmma": 1}, "1 HGMMA, at least 2"),
         ({"mma": 2}, "2 HMMA, at least 3"),
         ({"tma": 1}, "1 UTMALDG, at least 2"),
+        ({"thread_copies": 6}, "6 LDGSTS, at least 7"),
         ({"fences": 1}, "1 fences, at least 2"),
         (
             {"tma_alignment": 32},
@@ -285,7 +295,7 @@ def test_of_several_kernels_the_largest_and_the_sums_count():
         KERNEL, name="merge_0", registers=70, spill_bytes=1, shared_memory=5, wgmma=3, tma=4, fences=5
     )
     cost = dataclasses.replace(COST, kernels=(KERNEL, other))
-    assert gpu.totals(cost) == (70, 1, 4104, 5, 6, 6, 7)
+    assert gpu.totals(cost) == (70, 1, 4104, 5, 6, 6, 14, 7)
 
 
 def test_copies_as_big_as_a_pool_are_counted():

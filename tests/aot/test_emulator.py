@@ -191,6 +191,36 @@ def test_loads_are_waited_for_and_swizzled(lands_late):
         refused("ends while a copy is writing", MAKE + EXPECT + LOAD, lands_late=True)
 
 
+@MODELS
+def test_threads_copy_in_groups_that_land_in_order(lands_late):
+    """What each thread has waited for is its own; a barrier passes it on, and no fence is asked for."""
+    own = "add.s64 %rd7, %rd1, %rd4; st.global.b32 [%rd7], %r1; st.shared.b32 [%rd5+512], 5;"
+    first, second = (f"cp.async.ca.shared.global [%rd5{at}], [%rd7], 4; {COMMIT}" for at in ("", "+512"))
+    other = "xor.b32 %r8, %r1, 32; mul.wide.u32 %rd8, %r8, 4; add.s64 %rd8, %rd3, %rd8;"
+    read, last = f"{other} ld.shared.b32 %r9, [%rd8];", f"{wait_group(0)} {BARRIER}"
+    out = f"{BARRIER} {FENCE} {BARRIER} {OUT}"
+    copy = f"{own} {BARRIER} {first} {second}"
+    found = run(f"{copy} {wait_group(1)} {BARRIER} {read} {last} {out}", lands_late)
+    np.testing.assert_array_equal(found, WORDS ^ 32)
+    refused("another warp wrote", f"{copy} {wait_group(1)} {read} {last} {out}", lands_late=lands_late)
+    if lands_late:
+        refused("reads what a copy is writing", f"{copy} {wait_group(2)} {BARRIER} {read}", lands_late=True)
+        refused("ends while a copy is writing", f"{copy} {wait_group(1)}", lands_late=True)
+        refused("writes what a copy is writing", f"{copy} st.shared.b32 [%rd5], %r1;", lands_late=True)
+    again = f"{copy} {last} {read} BETWEEN {first} {last}"
+    run(again.replace("BETWEEN", BARRIER), lands_late)
+    refused("over what another warp used", again.replace("BETWEEN", ""), lands_late=lands_late)
+    refused("are not aligned", copy.replace("[%rd7], 4;", "[%rd7], 8;"), lands_late=lands_late)
+    refused("out of bounds", copy.replace("[%rd7], 4;", "[%rd7+508], 4;"), lands_late=lands_late)
+
+
+COMMIT = "cp.async.commit_group;"
+
+
+def wait_group(num):
+    return f"cp.async.wait_group {num};"
+
+
 PRODUCT = """
 	wgmma.fence.sync.aligned;
 	{between}
@@ -339,7 +369,8 @@ def test_what_is_unknown_is_no_fault():
     for body in (
         "frobnicate.b32 %r9, %r1;",
         "add.f16x2 %r9, %r1, %r1;",
-        "st.global.b32 [%rd1], %r1;",
+        "st.local.b32 [%rd1], %r1;",
+        "cp.async.mbarrier.arrive.shared.b64 [%rd3];",
         "123;",
     ):
         with pytest.raises(UnknownError):

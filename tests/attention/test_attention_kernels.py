@@ -426,7 +426,9 @@ def test_more_tokens_than_a_kernel_takes_are_cut(implementation):
     assert out.shape == q.shape
 
 
-@pytest.mark.parametrize("kind", ["NVIDIA H200", "NVIDIA B200", "NVIDIA GeForce RTX 5090", "NVIDIA L4"])
+@pytest.mark.parametrize(
+    "kind", ["NVIDIA H200", "NVIDIA B200", "NVIDIA GeForce RTX 5090", "NVIDIA L4", "Tesla T4"]
+)
 def test_a_mesh_of_gpus_runs_the_kernels_for_them(kind):
     """jax calls them "gpu" there."""
     config = config_of("mosaic_gpu", windows=(None,))
@@ -437,8 +439,8 @@ def test_a_mesh_of_gpus_runs_the_kernels_for_them(kind):
             found = choose(config, None, pool, config.groups[0]).name
         except NotImplementedError as error:
             found = str(error)
-    refused = "9.0 (H200), 10.0 (B200), 12.0 (RTX 5090) alone, and this is NVIDIA L4"
-    assert refused in found if kind == "NVIDIA L4" else found == "mosaic_gpu"
+    refused = "8.9 (L4), 9.0 (H200), 10.0 (B200), 12.0 (RTX 5090) alone, and this is Tesla T4"
+    assert refused in found if kind == "Tesla T4" else found == "mosaic_gpu"
 
 
 def test_an_untested_jax_is_named_and_xla_goes_on(monkeypatch):

@@ -82,6 +82,23 @@ def test_kernels_give_what_xla_gives(format, rotate, monkeypatch):
         np.testing.assert_allclose(out, expected, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("format", ["int8", "fp8"])
+def test_new_tokens_are_written_by_one_kernel_with_all_that_lies_beside_them(format):
+    """Not by XLA's scatters, which are one for each array."""
+    layer = kv.Quantised(kv.FullAttention(NUM_HEADS, HEAD_DIM), format)
+    config = kv.CacheConfig([layer], implementation="mosaic_gpu", **SIZES)
+    cache = jax.eval_shape(functools.partial(kv.init, config))
+    k = jax.ShapeDtypeStruct((3, 1, NUM_HEADS, HEAD_DIM), jnp.bfloat16)
+
+    def step(cache, k):
+        cache, step = kv.extend(cache, [1, 0, 1], max_new=1)
+        return kv.write(cache, 0, k, k, step)
+
+    with testing.interpreted():
+        program = str(jax.make_jaxpr(step)(cache, k))
+    assert program.count("name=append_scaled") == 1
+
+
 def test_what_the_kernels_do_not_multiply_is_named():
     layer = kv.Quantised(kv.FullAttention(NUM_HEADS, HEAD_DIM), "int8")
     config = kv.CacheConfig([layer], implementation="mosaic_gpu", **SIZES | {"dtype": "float32"})

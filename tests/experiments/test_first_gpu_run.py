@@ -1,6 +1,7 @@
 """The quarter of an hour on a GPU: it runs whole without one, and its verdicts can be either."""
 
 import json
+import re
 import types
 from typing import Any
 
@@ -46,6 +47,19 @@ def test_a_kernel_is_right_if_all_its_shapes_are():
     assert not found["is_right"] and not verdict(made_up())["is_right"]
     assert verdict(made_up(("append 1 token", side(), side(WRONG, False))))["is_right"]
     assert not verdict(made_up(("append 1 token", side()), how=OVER))["is_right"]
+
+
+def test_a_gpu_without_a_copy_engine_needs_no_kernel_that_wants_one(monkeypatch):
+    report = made_up(("decode: plain", side()))
+    device = {"name": "NVIDIA A100-SXM4-80GB", "driver": "1", "compute_capability": "8.0"}
+    report["parts"][0]["found"][0]["environment"]["device"] = device
+    moves = dict.fromkeys(("merge_attention", "gather_blocks", "scatter_blocks", "copy_blocks"))
+    assert verdict(report)["kernels"] == {"paged_decode": True, **moves}
+    device = types.SimpleNamespace(device_kind=device["name"], compute_capability="8.0", core_count=108)
+    monkeypatch.setattr(parts.jax, "devices", lambda: [device])
+    checked = {re.split("[: ]", name)[0] for name in parts.kernels(False, [])}
+    assert checked == {"decode", "merge", "gather", "scatter", "copy"}
+    assert not any("int8" in name or "append" in name for name in parts.kernels(False, []))
 
 
 def test_a_verdict_is_kept_where_the_library_looks(monkeypatch, tmp_path):

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from pallas_kernels import gpus
 from pallas_kernels.gpus import HOPPER, served
 from pallas_kernels.mosaic_gpu import limits as gpu_limits
 from pallas_kernels.mosaic_tpu import limits as tpu_limits
@@ -24,7 +25,7 @@ from tests.aot.cases import CASES
 from tests.aot.decode_steps import STEPS
 from tests.aot.emulated_cases import cases as emulated_cases
 from tests.aot.program_cost import all_programs
-from tests.aot.target import B200, H200, RTX_5090, Target
+from tests.aot.target import A100, B200, H200, L4, RTX_5090, Target
 from tests.support.sources import ROOT
 
 PAGE = ROOT / "docs" / "devices.md"
@@ -97,7 +98,7 @@ def host_devices() -> str:
     return f"{number} devices of a host"
 
 
-GPU_TESTS, TPU_TESTS = "test_mosaic_gpu*.py", "test_mosaic_tpu*.py"
+GPU_TESTS, TPU_TESTS, THREAD_TESTS = "test_mosaic_gpu*.py", "test_mosaic_tpu*.py", "test_gpu_threads.py"
 ARCHITECTURES = (
     Architecture("CPU", r"^cpu$"),
     Architecture("a mesh of several devices", r"^$", emulated=host_devices),
@@ -114,8 +115,20 @@ ARCHITECTURES = (
         emulated=functools.partial(emulated_for, B200, RTX_5090),
         compiled=functools.partial(compiled_for, B200, RTX_5090),
     ),
-    Architecture("NVIDIA Ada", r"\b(L4|L40S?|RTX 40\d\d)\b"),
-    Architecture("NVIDIA Ampere", r"\b(A10G?|A30|A100|RTX 30\d\d)\b"),
+    Architecture(
+        "NVIDIA Ada",
+        gpus.L4.kinds,
+        THREAD_TESTS,
+        functools.partial(emulated_for, L4),
+        functools.partial(compiled_for, L4),
+    ),
+    Architecture(
+        "NVIDIA Ampere",
+        f"{gpus.A100.kinds}|{gpus.A10.kinds}",
+        THREAD_TESTS,
+        functools.partial(emulated_for, A100),
+        functools.partial(compiled_for, A100),
+    ),
     Architecture("TPU v5e", r"TPU v5", TPU_TESTS, compiled=compiled_for_tpu("v5e")),
     Architecture("TPU v6e", r"TPU v6", TPU_TESTS, compiled=compiled_for_tpu("v6e")),
     Architecture("TPU 7x", r"TPU ?v?7", TPU_TESTS, compiled=compiled_for_tpu("tpu7x")),
@@ -146,7 +159,7 @@ def limits() -> list[list[str]]:
         [
             "`mosaic_gpu`",
             f"NVIDIA GPUs of compute capability {served()}",
-            " or ".join(gpu_limits.DECODED) + "; 8 bits with a scale and maybe an offset per token and head",
+            " or ".join(gpu_limits.DECODED) + "; from Hopper on 8 bits with a scale and maybe an offset per token and head",
             f"{gpu_dims}; of 8 bits {' or '.join(map(str, gpu_limits.WIDENED_HEAD_DIMS))}",
             f"a multiple of 8 up to {gpu_limits.MAX_BLOCK_SIZE}",
         ],
@@ -191,6 +204,9 @@ def page() -> str:
   copies and products land at once, and in a second run when they are waited for. Fences, barriers and
   addresses are checked, and results are compared with the reference. Kernels for Blackwell are those for
   Hopper, but that they multiply by `mma`, which jax's interpreter does not know, with the stages that fit.
+  Those for Ampere and Ada have no copy engine, either: threads copy keys and values (`cp.async`), load
+  queries, store results and move blocks. Prompts are decoded there as rows of 8 queries, and caches of 8 bits
+  are XLA's.
 * **Compiled**: for the device and without one, within budgets; what a compiler says of registers, memory,
   copies and waits is checked.
 * **Run**: on the device itself. **Measured**: timed there, with a record.

@@ -1,4 +1,4 @@
-"""Runs compiled kernels for Hopper and Blackwell on a CPU: their PTX, a CTA after the other.
+"""Runs compiled kernels for NVIDIA GPUs on a CPU: their PTX, a CTA after the other.
 
     program.py       what a kernel's PTX says
     memory.py        global and shared memory, and who may touch which byte of it when

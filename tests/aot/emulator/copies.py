@@ -67,6 +67,35 @@ class Barrier:
             self.known = self._arriving.copy()
 
 
+class ThreadCopies:
+    """What the threads of a warpgroup copy to shared memory (cp.async), in groups that land in order."""
+
+    def __init__(self, shared: SharedMemory, lands_late: bool):
+        self._shared, self._lands_late = shared, lands_late
+        self._groups: list[list[tuple]] = [[]]  # the last one is open
+
+    def begin(self, places: np.ndarray, values: np.ndarray, warps: np.ndarray) -> None:
+        """Begins to write uint8[threads, bytes], by threads of these warps."""
+        self._shared.begin_thread_copy(places, warps)
+        self._groups[-1].append((places, values, warps))
+        if not self._lands_late:
+            self._land(self._groups[-1])
+
+    def commit(self) -> None:
+        """Ends a group."""
+        self._groups.append([])
+
+    def wait(self, num_groups: int) -> None:
+        """Lets all but the last so many groups land."""
+        while len(self._groups) - 1 > num_groups:
+            self._land(self._groups.pop(0))
+
+    def _land(self, group: list[tuple]) -> None:
+        for copy in group:
+            self._shared.end_thread_copy(*copy)
+        group.clear()
+
+
 def tensor_copy(descriptor: Descriptor, array: np.ndarray, first: tuple[int, ...], address: int) -> Copy:
     """A box of a tensor, at a swizzled place in shared memory."""
     if address % _ALIGNMENT:

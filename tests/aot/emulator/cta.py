@@ -12,8 +12,9 @@ import numpy as np
 from tests.aot.descriptors import Descriptor
 from tests.aot.emulator import tensor_cores
 from tests.aot.emulator.arithmetic import TYPES, compute
-from tests.aot.emulator.copies import Barrier, Copy, tensor_copy
+from tests.aot.emulator.copies import Barrier, Copy, ThreadCopies, tensor_copy
 from tests.aot.emulator.memory import (
+    GLOBAL,
     NUM_THREADS,
     NUM_WARPS,
     SHARED,
@@ -134,6 +135,7 @@ class _Warpgroup:
         self._launch, self._program, self._shared = cta.launch, cta.launch.program, cta.shared
         self._barriers = cta.barriers
         self._stores: list[list[Copy]] = [[]]  # groups; the last one is open
+        self._thread_copies = ThreadCopies(cta.shared, cta.launch.lands_late)
         self._products: list[list[_Product]] = [[]]
         self._unfenced: set[str] = set()  # registers that were written since the last wgmma.fence
         self._meeting: int | None = None  # the one at which it has arrived, and waits
@@ -246,23 +248,22 @@ class _Warpgroup:
             return self._write(operands[0], np.full(NUM_THREADS, pointer, np.uint64), active)
         names, dtype = split(operands[0]), TYPES[words[-1]]
         addresses, num_bytes = self._addresses(operands[1])[active], dtype.itemsize * len(names)
-        if words[1] == "shared":
+        if _is_shared(words, addresses):
             loaded = self._shared.read(addresses, num_bytes, self._warp[active])
-        elif words[1] == "global":
-            loaded = self._launch.memory.read(addresses, num_bytes)
         else:
-            raise UnknownError("a load")
+            loaded = self._launch.memory.read(addresses, num_bytes)
         values = np.zeros((NUM_THREADS, num_bytes), np.uint8)
         values[active] = loaded
         for name, column in zip(names, values.view(dtype).T, strict=True):
             self._write(name, column.copy(), active)
 
     def _st(self, words, operands, active) -> None:
-        if words[1] != "shared":
-            raise UnknownError("a store")
         values = np.stack([self._read(name, TYPES[words[-1]]) for name in split(operands[1])], axis=1)
-        addresses = self._addresses(operands[0])[active]
-        self._shared.write(addresses, values.view(np.uint8)[active], self._warp[active])
+        addresses, values = self._addresses(operands[0])[active], values.view(np.uint8)[active]
+        if _is_shared(words, addresses):
+            self._shared.write(addresses, values, self._warp[active])
+        else:
+            self._launch.memory.write(addresses, values)
 
     def _ldmatrix(self, words, operands, active) -> None:
         names = split(operands[0])
@@ -340,12 +341,12 @@ class _Warpgroup:
     # The copy engine.
 
     def _cp(self, words, operands, active) -> None:
+        if words[2] != "bulk":
+            return self._copy_by_threads(words, operands, active)
         if "commit_group" in words:
             return self._stores.append([])
         if "wait_group" in words:
             return self._wait_for_stores(int(operands[0]), "read" in words)
-        if words[1:3] != ("async", "bulk"):
-            raise UnknownError("an instruction")
         for thread in np.flatnonzero(active).tolist():
             if "bulk_group" in words:
                 store = self._copy(operands[0], operands[1], operands[2:], thread)
@@ -360,6 +361,22 @@ class _Warpgroup:
                 barrier.loads.append(load)
                 if not self._launch.lands_late:
                     barrier.land(self._shared)
+
+    def _copy_by_threads(self, words, operands, active) -> None:
+        if words == ("cp", "async", "commit_group"):
+            self._thread_copies.commit()
+        elif words == ("cp", "async", "wait_group"):
+            self._thread_copies.wait(int(operands[0]))
+        elif words[2:] in (("cg", "shared", "global"), ("ca", "shared", "global")):
+            num_bytes = int(operands[2])
+            addresses, sources = (self._addresses(operand)[active] for operand in operands[:2])
+            if (addresses % num_bytes).any():
+                raise FaultError(f"copies {num_bytes} bytes to where they are not aligned")
+            values = self._launch.memory.read_exactly(sources, num_bytes)
+            places = addresses[:, None] + np.arange(num_bytes)
+            self._thread_copies.begin(places, values, self._warp[active])
+        else:
+            raise UnknownError("an instruction")
 
     def _copy(self, place: str, shared: str, length: Sequence[str], thread: int) -> Copy:
         """Between a tensor's box, or `length` bytes at an address, and shared memory."""
@@ -457,6 +474,15 @@ class _Warpgroup:
             row, column = tensor_cores.accumulator_place(nth)
             total = self._read(name, TYPES["f32"]) + result[row, column]
             self._registers[name] = total.view(np.uint32).astype(np.uint64)
+
+
+def _is_shared(words: Sequence[str], addresses: np.ndarray) -> bool:
+    """Tells of addresses whether they are of shared memory, else of global memory."""
+    if words[1] in ("shared", "global"):
+        return words[1] == "shared"
+    if words[1] in ("local", "const"):
+        raise UnknownError("a load or a store")
+    return bool((addresses < GLOBAL).all())  # a generic address is one of either
 
 
 def _in_memory(product: _Product) -> list[np.ndarray]:

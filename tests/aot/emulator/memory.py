@@ -1,6 +1,7 @@
 """Global and shared memory, and who may touch which byte of shared memory when."""
 
 import bisect
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -11,7 +12,8 @@ NUM_THREADS, NUM_WARPS = 128, 4
 """Of a warpgroup."""
 SHARED = 1024
 """Address at which shared memory begins."""
-_GLOBAL, _GAP = 1 << 32, 1 << 16
+GLOBAL, _GAP = 1 << 32, 1 << 16
+"""Where global memory begins, and what lies between arrays."""
 _CLEAN, _STORED, _FENCED = range(3)
 
 
@@ -28,7 +30,7 @@ class GlobalMemory:
 
     def add(self, array: np.ndarray) -> int:
         """Takes an array, which kernels then change in place, and returns its address."""
-        last = self._starts[-1] + self._arrays[-1].size if self._starts else _GLOBAL
+        last = self._starts[-1] + self._arrays[-1].size if self._starts else GLOBAL
         self._starts.append(-(-last // _GAP) * _GAP + _GAP)
         self._arrays.append(array.reshape(-1).view(np.uint8))
         return self._starts[-1]
@@ -52,6 +54,22 @@ class GlobalMemory:
             part = array[place : place + num_bytes]
             row[: part.size] = part
         return loaded[inverse]
+
+    def read_exactly(self, addresses: np.ndarray, num_bytes: int) -> np.ndarray:
+        """uint8[threads, num_bytes], all within arrays."""
+        return np.stack([array[place] for array, place in self._found(addresses, num_bytes)])
+
+    def write(self, addresses: np.ndarray, values: np.ndarray) -> None:
+        """Stores uint8[threads, bytes]."""
+        for (array, place), row in zip(self._found(addresses, values.shape[1]), values, strict=True):
+            array[place] = row
+
+    def _found(self, addresses: np.ndarray, num_bytes: int) -> Iterator[tuple[np.ndarray, slice]]:
+        for address in addresses.tolist():
+            array, place = self.find(address, num_bytes)
+            if place % num_bytes:
+                raise FaultError(f"accesses {num_bytes} bytes at {address:#x}, which is not aligned")
+            yield array, slice(place, place + num_bytes)
 
 
 class SharedMemory:
@@ -155,6 +173,21 @@ class SharedMemory:
         self.data[places] = values
         self._is_landing[places], self._is_written[places] = False, True
         return self.order.copied(places)
+
+    def begin_thread_copy(self, places: np.ndarray, warps: np.ndarray) -> None:
+        """Threads of these warps begin to copy to places [threads, bytes]; no fence lies between."""
+        self._check_bounds(places)
+        warpgroup = warps[0] // NUM_WARPS
+        self._refuse_busy(places, "copies over", warpgroup)
+        others = (_warps_of(warpgroup) & ~(1 << warps)).astype(np.uint16)[:, None]
+        used = self._readers[places] | self._writers[places]
+        _refuse(used & others, "copies over what another warp used, without a barrier")
+        self._is_landing[places] = True
+
+    def end_thread_copy(self, places: np.ndarray, values: np.ndarray, warps: np.ndarray) -> None:
+        """The copies have landed; for other warps like what these stored."""
+        self._is_landing[places] = False
+        self.write(places[:, 0], values, warps)
 
     def check_idle(self) -> None:
         """Raises a fault if something is still going on."""
