@@ -95,7 +95,6 @@ def rotations_of(decoder: Decoder, max_distance: int) -> tuple[Rotate, ...]:
 def empty_cache(
     decoder: Decoder, *, max_seqs: int, max_seq_len: int, num_chunks: int, max_chunk_len: int
 ) -> kv.Cache:
-    """Makes a cache whose rows and chunks all fit."""
     blocks_of_row, blocks_of_chunk = -(-max_seq_len // BLOCK_SIZE), -(-max_chunk_len // BLOCK_SIZE) + 1
     num_blocks = max_seqs * blocks_of_row + num_chunks * blocks_of_chunk
     sizes = dict(max_seqs=max_seqs, max_seq_len=max_seq_len, num_blocks=num_blocks, block_size=BLOCK_SIZE)

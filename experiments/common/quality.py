@@ -41,7 +41,6 @@ def run_study(
 
 
 def started(cache: kv.Cache) -> kv.Cache:
-    """Starts all rows."""
     cache, admission = kv.allocate(cache, np.arange(cache.max_seqs), [1] * cache.max_seqs)
     kv.raise_for_status(admission.status, "allocate")
     return cache

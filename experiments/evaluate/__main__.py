@@ -166,7 +166,6 @@ def evaluate(
 
 
 def digest(tasks: Sequence[Task]) -> str:
-    """First half of the SHA-256 of all items."""
     return hashlib.sha256(repr([tuple(task) for task in tasks]).encode()).hexdigest()[:32]
 
 

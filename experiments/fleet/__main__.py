@@ -122,7 +122,6 @@ class SimulatedReplica:
         return Replica(num_cached, self._num_queued, self._num_held)
 
     def push(self, request: Request) -> None:
-        """Queues a request that comes now."""
         self.clock = max(self.clock, request.arrival)
         row = _Row(request, request.num_tokens - self.known(request).num_cached)
         self._waiting.append(row)
@@ -294,7 +293,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def read_requests(path: Path, tokens_per_id: int, num: int) -> list[Request]:
-    """Reads the first requests of a trace, in the order of their arrival."""
     trace, answers = full_blocks_only(read_trace(path, tokens_per_id)), read_answers(path, num)
     return [
         Request(ids[:num_ids].tolist(), int(num_tokens), max(answer.num_tokens, 1), answer.arrival)

@@ -48,7 +48,6 @@ class Cell(NamedTuple):
 
     @property
     def lens(self) -> tuple[int, ...]:
-        """Tokens of each row."""
         return UNEQUAL[self.unequal] if self.unequal else (self.context,) * self.batch
 
     @property

@@ -256,7 +256,6 @@ def _announce(name: str, side: str, step: str) -> None:
 
 
 def one_line(failure: BaseException) -> str:
-    """Type and first line of an exception."""
     lines = str(failure).strip().splitlines()
     kind = type(failure).__name__
     return f"{kind}: {lines[0][:200]}" if lines else kind

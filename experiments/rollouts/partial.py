@@ -80,7 +80,6 @@ class Sampler:
         self._ended: deque[Any] = deque()
 
     def collect(self, num_groups: int) -> Batch:
-        """Waits for so many groups to end."""
         while len(self._ended) < num_groups:
             self._ask()
             self.engine.drain()

@@ -42,7 +42,6 @@ def serve(
 def compare(
     problems: Workload, few_shot: Workload, decoder: Decoder, rows: int, is_disturbed: bool
 ) -> tuple[list[Server], dict[str, Any]]:
-    """Measures all that the bars ask for; returns the servers of the first workload, and the report."""
     disturbed_len = interference.num_tokens(NUM_ROUNDS, STEPS_PER_TURN) if is_disturbed else 0
     longest_prompt = max(len(job.prompt) for job in problems.jobs[:rows])
     longest = max(problems.longest, few_shot.longest, longest_prompt + disturbed_len)
