@@ -236,6 +236,7 @@ def test_others_push_and_cancel_while_one_drains(seed):
             rng = np.random.default_rng([seed, i])
             for request in requests[i]:
                 while not engine.push([request]):
+                    assert not errors
                     time.sleep(1e-3)
                 time.sleep(rng.exponential(3e-3))
                 earlier = i, int(rng.integers(request.id[1] + 1))
@@ -248,10 +249,13 @@ def test_others_push_and_cancel_while_one_drains(seed):
     threads = [threading.Thread(target=come_and_go, args=(i,)) for i in range(NUM_THREADS)]
     for thread in threads:
         thread.start()
-    while any(thread.is_alive() for thread in threads) or engine.num_unfinished:
-        engine.drain()
-        note(said, engine.take_events())
-    note(said, engine)
+    try:
+        while any(thread.is_alive() for thread in threads) or engine.num_unfinished:
+            engine.drain()
+            note(said, engine.take_events())
+        note(said, engine)
+    except Exception as error:
+        errors.append(error)
     assert not errors and 1 < len(was_cancelled) < NUM_THREADS * NUM_REQUESTS
     check_idle(engine)
     for request in sum(requests, []):

@@ -192,6 +192,14 @@ async def all_of(channel):
     return found
 
 
+def run(clients):
+    """Runs what clients do; it has an end, and tells none of them that the server ends, unless it says so."""
+    try:
+        asyncio.run(asyncio.wait_for(clients, 30))
+    except (TimeoutError, engine_thread.Stopped) as error:
+        raise AssertionError(f"clients were not served: {error!r}") from error
+
+
 async def until(condition):
     while not condition():
         await asyncio.sleep(0.005)
@@ -214,7 +222,7 @@ def test_who_comes_and_who_leaves_does_not_wait_for_a_drain(scripted):
         engine.gate.set()
         assert await all_of(second) == [("b", "length"), ("c", "length")]
 
-    asyncio.run(asyncio.wait_for(serve(), 60))
+    run(serve())
 
 
 def test_an_event_that_comes_before_its_push_is_over_finds_its_client(scripted):
@@ -236,7 +244,7 @@ def test_an_event_that_comes_before_its_push_is_over_finds_its_client(scripted):
         assert await thread.submit(channel)
         assert await all_of(channel) == [("a", "length")]
 
-    asyncio.run(asyncio.wait_for(serve(), 60))
+    run(serve())
     assert thread.end is None and not thread._num_left
 
 
@@ -249,7 +257,7 @@ def test_a_client_that_leaves_before_its_push_is_not_pushed(scripted):
         with pytest.raises(engine_thread.Stopped, match="left before"):
             await thread.submit(channel)
 
-    asyncio.run(asyncio.wait_for(serve(), 60))
+    run(serve())
     assert ("push", "a") not in engine.calls
 
 
@@ -265,7 +273,7 @@ def test_an_end_that_no_drain_brings_is_delivered(scripted):
         assert await all_of(channel) == [("a", "length")]
         await until(lambda: not thread._numbers)
 
-    asyncio.run(asyncio.wait_for(serve(), 60))
+    run(serve())
 
 
 def test_when_the_server_ends_clients_hear_of_it_at_once_and_their_requests_end(scripted):
@@ -282,7 +290,7 @@ def test_when_the_server_ends_clients_hear_of_it_at_once_and_their_requests_end(
             await thread.submit(channel_of(thread, "c"))
         assert thread._thread.is_alive()  # in a drain
 
-    asyncio.run(asyncio.wait_for(serve(), 60))
+    run(serve())
 
 
 def test_an_engine_that_cannot_be_reset_is_reset_again(scripted):
@@ -299,7 +307,7 @@ def test_an_engine_that_cannot_be_reset_is_reset_again(scripted):
         engine.end("a")
         assert await all_of(channel) == [("a", "length")]
 
-    asyncio.run(asyncio.wait_for(serve(), 60))
+    run(serve())
     assert thread.end is None
 
 
@@ -325,4 +333,4 @@ def test_an_error_of_a_requests_own_function_ends_that_request_alone(scripted):
         engine.failures += [MemoryError("no room")] * 3
         assert await all_of(last) == ["the engine failed: no room"]
 
-    asyncio.run(asyncio.wait_for(serve(), 60))
+    run(serve())
