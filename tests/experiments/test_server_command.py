@@ -182,7 +182,22 @@ def channel_of(thread, *names):
 
 
 async def all_of(channel):
-    return [(event.id, event.finish_reason) async for event in channel.events()]
+    """Ids and reasons of all events, and why no more come."""
+    found = []
+    try:
+        async for event in channel.events():
+            found.append((event.id, event.finish_reason))
+    except engine_thread.Stopped as error:
+        found.append(str(error))
+    return found
+
+
+def run(clients):
+    """Runs what clients do; it has an end, and tells none of them that the server ends, unless it says so."""
+    try:
+        asyncio.run(asyncio.wait_for(clients, 30))
+    except (TimeoutError, engine_thread.Stopped) as error:
+        raise AssertionError(f"clients were not served: {error!r}") from error
 
 
 async def until(condition):
@@ -207,7 +222,7 @@ def test_who_comes_and_who_leaves_does_not_wait_for_a_drain(scripted):
         engine.gate.set()
         assert await all_of(second) == [("b", "length"), ("c", "length")]
 
-    asyncio.run(asyncio.wait_for(serve(), 60))
+    run(serve())
 
 
 def test_an_event_that_comes_before_its_push_is_over_finds_its_client(scripted):
@@ -229,7 +244,7 @@ def test_an_event_that_comes_before_its_push_is_over_finds_its_client(scripted):
         assert await thread.submit(channel)
         assert await all_of(channel) == [("a", "length")]
 
-    asyncio.run(asyncio.wait_for(serve(), 60))
+    run(serve())
     assert thread.end is None and not thread._num_left
 
 
@@ -242,7 +257,7 @@ def test_a_client_that_leaves_before_its_push_is_not_pushed(scripted):
         with pytest.raises(engine_thread.Stopped, match="left before"):
             await thread.submit(channel)
 
-    asyncio.run(asyncio.wait_for(serve(), 60))
+    run(serve())
     assert ("push", "a") not in engine.calls
 
 
@@ -258,7 +273,7 @@ def test_an_end_that_no_drain_brings_is_delivered(scripted):
         assert await all_of(channel) == [("a", "length")]
         await until(lambda: not thread._numbers)
 
-    asyncio.run(asyncio.wait_for(serve(), 60))
+    run(serve())
 
 
 def test_when_the_server_ends_clients_hear_of_it_at_once_and_their_requests_end(scripted):
@@ -269,14 +284,13 @@ def test_when_the_server_ends_clients_hear_of_it_at_once_and_their_requests_end(
         assert await thread.submit(channel)
         await asyncio.to_thread(engine.drains.wait, 60)
         thread.stop()
-        with pytest.raises(engine_thread.Stopped, match="the server ends"):
-            await all_of(channel)
+        assert await all_of(channel) == ["the server ends"]
         await until(lambda: engine.calls[1:] == [("cancel", "a"), ("cancel", "b")])
         with pytest.raises(engine_thread.Stopped, match="the server ends"):
             await thread.submit(channel_of(thread, "c"))
         assert thread._thread.is_alive()  # in a drain
 
-    asyncio.run(asyncio.wait_for(serve(), 60))
+    run(serve())
 
 
 def test_an_engine_that_cannot_be_reset_is_reset_again(scripted):
@@ -293,7 +307,7 @@ def test_an_engine_that_cannot_be_reset_is_reset_again(scripted):
         engine.end("a")
         assert await all_of(channel) == [("a", "length")]
 
-    asyncio.run(asyncio.wait_for(serve(), 60))
+    run(serve())
     assert thread.end is None
 
 
@@ -317,7 +331,6 @@ def test_an_error_of_a_requests_own_function_ends_that_request_alone(scripted):
         assert await all_of(channel) == [(f"{i}", "cancelled") for i in range(5)]
         assert thread.end is None
         engine.failures += [MemoryError("no room")] * 3
-        with pytest.raises(engine_thread.Stopped, match="the engine failed: no room"):
-            await all_of(last)
+        assert await all_of(last) == ["the engine failed: no room"]
 
-    asyncio.run(asyncio.wait_for(serve(), 60))
+    run(serve())
