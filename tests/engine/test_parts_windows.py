@@ -45,12 +45,6 @@ ENGINES: dict[str, tuple[list, dict, dict]] = {
         dict(num_blocks=30),
         dict(model=in_one_call, num_drafts=2, token_budget=20),
     ),
-    "sinks and short blocks": (
-        [FULL, window(7, max_rollback=1), window(3, num_sink_tokens=2, block_size=3, max_rollback=1)],
-        dict(enable_prefix_caching=False),
-        dict(model=in_one_call, weights="deep"),
-    ),
-    "windows alone": ([window(7, max_rollback=1)] * 2, dict(enable_prefix_caching=False), dict(share=1.0)),
 }
 
 
@@ -143,19 +137,18 @@ def test_random_mixes_say_what_each_says_alone(name, seed):
 
     said = collect(engine, requests, disturb)
     expect_all(said, requests, engine, **options)
-    assert counted(engine, "REUSED_TOKENS") > 0 or options.get("share") == 1
-    assert counted(engine, "PREEMPTIONS") > 0
+    assert counted(engine, "REUSED_TOKENS") > 0
+    if name == "nothing is taken back":
+        assert counted(engine, "PREEMPTIONS") > 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("model", [forward, in_one_call], ids=["two calls", "one call"])
-def test_rows_and_passages_that_windows_have_no_room_for_give_way(model, seed):
-    """The pool of windows has the blocks of two rows and a few passages: of others either goes."""
+def test_windows_with_blocks_for_two_rows_serve_all(seed):
+    """Also after texts that left them, and with passages kept that the next row's parts take the place of."""
     layers = [FULL, window(7, num_blocks=2 * 7 + 3)]  # a row has 7 at most
     sizes = dict(layers=layers, max_query_len=16, num_blocks=40, extras=[kv.chunks.Store(8, 12)])
-    engine = make_engine(sizes, model=model)
+    engine = make_engine(sizes, model=in_one_call)
     assert engine.config.groups[1].max_held_blocks == 7
     requests = list(random_requests(np.random.default_rng(seed), 16, most_reach=16))
     expect_all(collect(engine, requests, most_drains=200), requests, engine)
-    assert counted(engine, "PREEMPTIONS") > 0
