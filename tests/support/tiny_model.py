@@ -12,6 +12,11 @@ PREFILL_LEN = 12  # of `generate` and its like: calls of one width share their p
 
 
 def make_params(seed=6, scale=1.0):
+    return _make_params(seed, scale)
+
+
+@jax.jit  # one program for the many files that are imported with parameters
+def _make_params(seed, scale):
     keys = jax.random.split(jax.random.key(seed), 2 + LAYERS)
     return {
         "embedding": jax.random.normal(keys[0], (VOCAB, WIDTH)),
