@@ -3,6 +3,8 @@
 Pools are `[num_layers * num_blocks, num_kv_heads, block_size, head_dim]`, layer after layer.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -193,13 +195,13 @@ def append_scaled(
     layer: jax.Array | int = 0,
 ) -> tuple[jax.Array, jax.Array, Scaling]:
     """`append_kv` of numbers of 8 bits `[n, h, d]`, and of their scales and offsets, `[n, h]` each."""
-    slots_of_layer = dict(num_blocks=num_blocks, layer=layer)
+    append = functools.partial(append_kv, num_blocks=num_blocks, layer=layer)
 
     def store(pools: tuple, new: tuple) -> list[jax.Array]:
         pairs = [(pool[..., None], values[..., None]) for pool, values in zip(pools, new, strict=True)]
-        return [append_kv(p, p, x, x, slots, **slots_of_layer)[0][..., 0] for p, x in pairs]
+        return [append(p, p, x, x, slots)[0][..., 0] for p, x in pairs]
 
-    k_pool, v_pool = append_kv(k_pool, v_pool, k, v, slots, **slots_of_layer)
+    k_pool, v_pool = append(k_pool, v_pool, k, v, slots)
     of_keys = store(scaling.of_keys(), new_scaling.of_keys())
     of_values = store(scaling.of_values(), new_scaling.of_values())
     k_scale, *k_offset = of_keys

@@ -56,7 +56,8 @@ def append_kv(
     check_append(k_pool, v_pool, k, v, slots, num_blocks, layer)
     check_moved_pool(k_pool)
     k, v = (x.astype(k_pool.dtype) for x in (k, v))
-    return _append((k_pool, v_pool), (k, v), slots, num_blocks, layer, interpret)
+    k_pool, v_pool = _append((k_pool, v_pool), (k, v), slots, num_blocks, layer, interpret)
+    return k_pool, v_pool
 
 
 def append_scaled(

@@ -214,8 +214,8 @@ def _decode(
     k_smem,
     v_smem,
     p_smem,
-    per_lane_smem=None,
-    q_barrier=None,
+    per_lane_smem: Any = None,
+    q_barrier: Any = None,
     k_barrier=None,
     v_barrier=None,
     wide_smem=None,
@@ -254,6 +254,7 @@ def _decode(
     block_size, head_dim = k_ref.shape[2:]
     stages = k_smem[0].shape[0]
     first_query = lane_tile * tiling.queries_per_tile
+    lse_smem, sinks_smem = per_lane_smem, per_lane_smem
     if gpu.has_copy_engine:
         lse_smem, sinks_smem = (per_lane_smem.at[nth, pl.ds(0, tiling.num_lanes)] for nth in range(2))
     mask = KeyMask(
@@ -354,7 +355,7 @@ def _decode(
         commit()
 
     def write(out, lse, refs, index) -> None:
-        write_or_store = write_results if gpu.has_copy_engine else store_results
+        write_or_store: Any = write_results if gpu.has_copy_engine else store_results
         write_or_store(out, lse, *refs, (index, lane_tile, head), tiling)
 
     @pl.when(row >= 0)

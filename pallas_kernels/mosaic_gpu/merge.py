@@ -2,6 +2,7 @@
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -107,7 +108,7 @@ def _merge(
         barrier=plgpu.Barrier(num_barriers=stages, num_arrivals=2),
     )
     launch(
-        functools.partial(_merge_row, tiling),
+        functools.partial(_merge_row, tiling, stages if gpu.has_copy_engine else 0),
         cost=pl.CostEstimate(
             flops=3 * part_out.size,
             transcendentals=2 * part_lse.size,
@@ -126,24 +127,25 @@ def _merge(
 
 def _merge_row(
     tiling: LaneTiling,
+    stages: int,
     out_ref,
     lse_ref,
     part_ref,
     part_lse_ref,
     first_part_ref,
     *,
-    part_smem=None,
-    part_lse_smem=None,
-    barrier=None,
+    part_smem: Any = None,
+    part_lse_smem: Any = None,
+    barrier: Any = None,
 ) -> None:
     """One row, lane tile and key/value head; nothing, where the row has no parts.
 
-    Without scratch threads load the parts and store the result.
+    Without stages, and scratch, threads load the parts and store the result.
     """
     _, num_heads, head_dim, _ = part_ref.shape
     row, lane_tile, head = unflatten(lax.axis_index("program"), tiling.num_lane_tiles, num_heads)
     first, end = first_part_ref[row], first_part_ref[row + 1]
-    num_lanes, stages = tiling.num_lanes, 0 if barrier is None else part_smem.shape[0]
+    num_lanes = tiling.num_lanes
     lanes, lanes_of_slot = pl.ds(lane_tile * num_lanes, num_lanes), pl.ds(0, num_lanes)
     layout = plgpu.Layout.WGMMA
     by_lane = layout.reduce(0)
@@ -159,7 +161,7 @@ def _merge_row(
         return lax.broadcast_in_dim(x, (head_dim, num_lanes), [1])
 
     def loaded(part) -> tuple[jax.Array, jax.Array]:
-        if barrier is None:
+        if not stages:
             part_out, part_lse = part_ref.at[part, head, :, lanes], part_lse_ref.at[part, head, lanes]
             part_out = plgpu.load(part_out, layout=layout, optimized=False)
             return part_out, plgpu.load(part_lse, layout=by_lane, optimized=False)
@@ -200,7 +202,7 @@ def _merge_row(
         total = jnp.where(is_empty, 1.0, total)
         lse = jnp.where(is_empty, -jnp.inf, (peak + jnp.log2(total)) / LOG2_E)
         out, place = jnp.where(per_lane(is_empty), 0.0, out / per_lane(total)), (row, lane_tile, head)
-        if barrier is None:
+        if not stages:
             return store_results(out, lse, out_ref, lse_ref, place, tiling)
         # The ring is free again: its first slot takes the result.
         part_lse_smem[0, lanes_of_slot] = lse

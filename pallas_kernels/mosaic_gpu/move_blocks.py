@@ -286,7 +286,7 @@ class _Ends:
     zeros: Any = None
 
 
-def _move(cut: _Cut, count, ends: _Ends, k_smem=None, v_smem=None, barrier=None) -> None:
+def _move(cut: _Cut, count, ends: _Ends, k_smem: Any = None, v_smem: Any = None, barrier: Any = None) -> None:
     """Moves the blocks `nth < count` of all layers."""
     cta = lax.axis_index("cta")
     num_chunks = jnp.minimum(count, cut.num_ids) * (cut.num_layers * cut.chunks)

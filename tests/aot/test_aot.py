@@ -272,7 +272,7 @@ def test_a_program_beyond_its_budget_fails(change, found):
 
 def test_every_kernel_is_demanded_by_name():
     """That its name is in the folder says little: what is compiled may not be called."""
-    decodes = {"append_kv", "merge_attention", "paged_decode", "paged_prefill"}
+    decodes = {"append_kv", "append_scaled", "merge_attention", "paged_decode", "paged_prefill"}
     names = decodes | {"copy_blocks", "gather_blocks", "scatter_blocks"}
     assert {name for case in KERNEL_CASES for name in case.kernels} == names
     assert all(case.kernels for case in KERNEL_CASES)

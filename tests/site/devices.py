@@ -159,7 +159,8 @@ def limits() -> list[list[str]]:
         [
             "`mosaic_gpu`",
             f"NVIDIA GPUs of compute capability {served()}",
-            " or ".join(gpu_limits.DECODED) + "; from Hopper on 8 bits with a scale and maybe an offset per token and head",
+            " or ".join(gpu_limits.DECODED)
+            + "; from Hopper on 8 bits with a scale and maybe an offset per token and head",
             f"{gpu_dims}; of 8 bits {' or '.join(map(str, gpu_limits.WIDENED_HEAD_DIMS))}",
             f"a multiple of 8 up to {gpu_limits.MAX_BLOCK_SIZE}",
         ],
