@@ -1,24 +1,14 @@
 """Windows beside recurrent layers: what they keep published reaches as far as the states do."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 
 import kvcache_jax as kv
 from tests.support.hash_states import HashState
-from tests.support.state_script import StateScript, admit, config_of_states, padded_step, start
+from tests.support.state_script import StateScript, admit, padded_step, start, with_window
 
 SMALL = dict(kinds=[HashState], num_blocks=20, num_blocks_of_keys=200)
 """The pool of the window is small, so that others' windows want its blocks."""
-
-
-def with_window(rollback=0, window=12, sinks=0, num_blocks=None, num_blocks_of_keys=40, **options):
-    """Adds a sliding window behind the layers of `config_of_states`."""
-    config = config_of_states(rollback, num_blocks=num_blocks_of_keys, **options)
-    sizes = dict(num_blocks=num_blocks, num_sink_tokens=sinks, max_rollback=rollback)
-    layer = kv.SlidingWindow(1, 1, window=window, **sizes)
-    return dataclasses.replace(config, layers=[*config.layers, layer])
 
 
 @pytest.mark.parametrize("sinks", [0, pytest.param(3, marks=pytest.mark.slow)])

@@ -1,6 +1,7 @@
 """Random operations on rows with states, each output compared with that of a row computed from nothing."""
 
 import collections
+import dataclasses
 import functools
 
 import jax
@@ -19,6 +20,14 @@ def config_of_states(rollback=3, kinds=(HashState, StatePerToken, LastInputs, Ha
     sizes = dict(num_blocks=40, block_size=BLOCK, max_seqs=MAX_SEQS, max_seq_len=MAX_LEN)
     options = dict(max_query_len=MAX_NEW, enable_prefix_caching=True) | options
     return kv.CacheConfig([kv.FullAttention(1, 1), *kinds], **(sizes | options))
+
+
+def with_window(rollback=0, window=12, sinks=0, num_blocks=None, num_blocks_of_keys=40, **options):
+    """Adds a sliding window after the layers of `config_of_states`."""
+    config = config_of_states(rollback, num_blocks=num_blocks_of_keys, **options)
+    sizes = dict(num_blocks=num_blocks, num_sink_tokens=sinks, max_rollback=rollback)
+    layer = kv.SlidingWindow(1, 1, window=window, **sizes)
+    return dataclasses.replace(config, layers=[*config.layers, layer])
 
 
 def run_layers(cache, step, tokens):

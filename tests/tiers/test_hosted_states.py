@@ -6,9 +6,15 @@ import numpy as np
 import pytest
 
 import kvcache_jax as kv
-from tests.recurrence.test_windows_beside_states import with_window
 from tests.support.hash_states import HashState, LastInputs
-from tests.support.state_script import admit, config_of_states, expected_of_layers, padded_step, start
+from tests.support.state_script import (
+    admit,
+    config_of_states,
+    expected_of_layers,
+    padded_step,
+    start,
+    with_window,
+)
 from tests.tiers.hosted_state_script import HostedStateScript
 from tests.tiers.test_host_lru import serve_all, trace
 
