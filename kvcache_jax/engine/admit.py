@@ -268,10 +268,12 @@ def _preempt(
 
     is_victim = state.is_running & ~control.is_active
     slots = jnp.where(is_victim, state.row_request, state.requests.num_slots)
+    # Who computed a part alone has had no row of its own, and is yet to be told what is cached.
+    counted = jnp.where(state.is_alone, state.requests.num_slots, slots)
     state = state.with_control(
         control,
         phase=set_at(state.phase, slots, Phase.PREEMPTED),
-        num_preemptions=add_at(state.num_preemptions, slots, 1),
+        num_preemptions=add_at(state.num_preemptions, counted, 1),
         row_request=jnp.where(is_victim, state.requests.num_slots, state.row_request),
         may_admit=state.may_admit | is_victim.any(),
         parts=None if state.parts is None else state.parts.where(~is_victim),

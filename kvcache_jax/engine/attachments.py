@@ -39,9 +39,9 @@ class Attachments:
             )
         if self._is_of_shards:
             attachment.check_shards(self._config)
+        attachment.wake = self._note_answer
         # Who is asked next is counted from the end.
         self._attached.insert(0, attachment)
-        attachment.wake = self._note_answer
         self.is_new = True
 
     def _note_answer(self) -> None:

@@ -68,9 +68,9 @@ class Engine:
 
     Iterate over it, with `for` or `async for`, for `TokenEvent`s until all requests have ended, one consumer
     at a time. Any thread may `push`, `cancel`, `set_params` and ask for `figures`, `metrics`, `namespace_of`
-    and `num_unfinished` at any time: none of these waits for the device. After an exception in the consumer,
-    in the model while it is traced, or an interrupt, it goes on where it was; after `EngineFailed`, when it
-    is `reset`.
+    and `num_unfinished` at any time: they wait for `reset`, `release` and `restore`, never for tokens. After
+    an exception in the consumer, in the model while it is traced, or an interrupt, it goes on where it was;
+    after `EngineFailed`, when it is `reset`.
 
     Args:
       forward: The model, as for `generate`; must be pure.
@@ -254,7 +254,7 @@ class Engine:
                     break
                 self._next_id += request.id is None
                 num_taken += 1
-                self._pace.note_news(time.monotonic(), is_awaited=may_begin)
+                self._pace.note_news(time.monotonic(), may_begin or request.deadline is not None)
             return num_taken
 
     def cancel(self, request_id: Hashable) -> bool:

@@ -6,6 +6,8 @@ nothing is compiled for it. It is a hint: tokens do not depend on where dispatch
 has a copy, as all but CPUs, nothing can be shortened, and dispatches must be short by themselves.
 """
 
+import threading
+
 import jax
 import numpy as np
 from jax.sharding import Sharding
@@ -28,6 +30,7 @@ class LiveLength:
         memory = np.zeros(2 * _ALIGNMENT, np.uint8)
         first = -memory.ctypes.data % _ALIGNMENT
         self._values = memory[first : first + _ALIGNMENT].view(np.int32)[:_SIZE]
+        self._lock = threading.RLock()  # who shortens may come when the next dispatch begins
         self._array: jax.Array | None = None
         if home is not None and len(home.device_set) == 1 and next(iter(home.device_set)).platform == "cpu":
             array = jax.device_put(self._values, home, may_alias=True)
@@ -36,10 +39,12 @@ class LiveLength:
 
     def begin(self, *values: int) -> np.ndarray | jax.Array:
         """Sets the numbers, and returns the program's argument."""
-        self._values[:] = values
+        with self._lock:
+            self._values[:] = values
         return self._values.copy() if self._array is None else self._array
 
     def shorten(self) -> None:
         """Ends the dispatch with the step that is under way, or after its least."""
         if self.is_live:
-            self._values[_MOST] = self._values[_LEAST]
+            with self._lock:
+                self._values[_MOST] = self._values[_LEAST]

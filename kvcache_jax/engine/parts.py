@@ -204,7 +204,8 @@ def put_parts(state: EngineState, options: Options) -> EngineState:
             is_again=set_at(state.parts.is_again, done, is_again[None]),
         )
         gone = jnp.where(is_put, max_seqs, worst)
-        preempted = get_at(state.row_request, gone, state.requests.num_slots)
+        is_counted = ~get_at(state.is_alone, gone, True)
+        preempted = jnp.where(is_counted, get_at(state.row_request, gone, 0), state.requests.num_slots)
         state = dataclasses.replace(
             state,
             cache=dataclasses.replace(cache, control=control),

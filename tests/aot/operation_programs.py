@@ -185,9 +185,9 @@ def _of_hybrid(policy: str | None, *extras: kv.tiers.Host) -> list[Program]:
     """Points and entries beside keys: of the one nothing is copied, and of the other nothing is cached."""
     layer = kv.GatedDeltaNet(NUM_KV_HEADS, HEAD_DIM, key_dim=HEAD_DIM, max_rollback=3)
     config = config_of(1, policy)
-    if extras:  # the smallest array of states is larger than the host's index
-        layer = dataclasses.replace(layer, num_blocks=8192)
-        config = dataclasses.replace(config, num_blocks=4096)
+    if extras:  # so small that the index of both tiers is smaller than each array of the pools
+        layer = dataclasses.replace(layer, num_blocks=512)
+        config = dataclasses.replace(config, num_blocks=512)
     config = dataclasses.replace(config, layers=[*config.layers, layer], extras=extras)
     copies, cached, listed = 2, 2 * bool(policy), i32(NUM_LISTED)
 
@@ -346,7 +346,7 @@ def operation_programs() -> list[Program]:
         _write_source(),
         *_of_hybrid(None),
         *_of_hybrid(LRU),
-        *_of_hybrid(LRU, kv.tiers.Host(8192)),
+        *_of_hybrid(LRU, kv.tiers.Host(512)),
         _halves_of_attention(),
         _compress(None),
         _compress(LRU),

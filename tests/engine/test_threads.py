@@ -97,7 +97,7 @@ def meanwhile(monkeypatch):
 
 
 def test_who_comes_and_who_leaves_ends_the_dispatch_under_way(meanwhile):
-    engine, requests = meanwhile.engine, [ask([i, 1], 30 - i, i) for i in range(6)]
+    engine, requests = meanwhile.engine, [ask([i, 1], 40 - i, i) for i in range(6)]
 
     def look():
         assert engine.figures().running and engine.metrics() and engine.num_unfinished == 1
@@ -113,8 +113,10 @@ def test_who_comes_and_who_leaves_ends_the_dispatch_under_way(meanwhile):
     meanwhile.push(*requests[2:5])
     assert meanwhile.num_steps() == 1
     assert meanwhile.num_steps(lambda: meanwhile.push(requests[5])) > 1  # no row is free
+    due = ask([6, 1], 2, "due", deadline=1e6)
+    assert meanwhile.num_steps(lambda: meanwhile.push(due)) == 1  # for its alarm is set by the next drain
     assert engine.cancel(0)
-    meanwhile.finish(requests[2:])
+    meanwhile.finish([*requests[2:], due])
 
 
 def test_new_weights_wait_for_no_dispatch(meanwhile):

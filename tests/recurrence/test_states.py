@@ -231,7 +231,7 @@ def test_a_state_of_drafts_is_not_published():
     assert admission.num_cached[0] == 16
 
 
-@pytest.mark.parametrize("width", [20, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("width", [1, pytest.param(20, marks=pytest.mark.slow)])
 def test_a_donated_step_copies_no_pool(width):
     layers = [kv.FullAttention(1, 1), *[HashState(1, 1, width=1024, num_blocks=2**13)] * 2]
     config = kv.CacheConfig(layers, num_blocks=64, block_size=BLOCK, max_seqs=6, max_seq_len=96)
