@@ -19,6 +19,7 @@ from kvcache_jax.core.state import AttentionPlan, KVPool
 from kvcache_jax.layers.layer_group import LayerGroup
 
 _PLATFORM = {MOSAIC_GPU: "cuda", MOSAIC_TPU: "tpu"}
+_MOST_HEADS = 256  # of a token that a kernel writes
 
 is_interpreted = jax.make_user_context(False)
 """Whether kernels traced now are to run on the CPU; programs compiled for devices are not reused then."""
@@ -150,7 +151,8 @@ def _write(
     *,
     layer: jax.Array,
 ) -> KVPool:
-    if not group.kind.has_scaled_numbers:  # XLA writes two arrays where it computes them
+    # XLA writes two arrays where it computes them, and heads that are too many for one transfer.
+    if not group.kind.has_scaled_numbers or pool.k.shape[1] > _MOST_HEADS:
         return write_by_xla(pool, new, slots, group, layer=layer)
     k, v, scaling = _kernels(name).append_scaled(
         pool.k,

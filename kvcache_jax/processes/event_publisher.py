@@ -20,7 +20,9 @@ from kvcache_jax.processes.index_events import (
 )
 
 _END = b"\xff" * 8  # -1
-_POLL_SECONDS = 0.02
+_POLL_SECONDS, _SOON_SECONDS = 0.02, 0.001
+_LINGER_SECONDS = 1.0
+"""Time that closing gives clients and the network."""
 _MOST_REQUESTS = 64
 """Of a client that wait for it to read; it gets no answer to more."""
 
@@ -136,7 +138,7 @@ class EventPublisher(Attachment, contextlib.AbstractContextManager):
 
     def _bound(self, stack: contextlib.ExitStack, kind: int, address: str) -> tuple[Any, str]:
         socket = stack.enter_context(self._context.socket(kind))
-        socket.linger = 1000  # milliseconds that closing waits for the network
+        socket.linger = round(1000 * _LINGER_SECONDS)
         if kind == self._zmq.ROUTER:
             # What a client does not take now waits for it, and is not left out.
             socket.router_mandatory = True
@@ -156,8 +158,11 @@ class EventPublisher(Attachment, contextlib.AbstractContextManager):
                     self._send(self._waiting.get(timeout=_POLL_SECONDS))
                 while self._replay is not None and self._replay.poll(0):
                     self._answer(self._replay.recv_multipart())
-                for client in (*self._answers,):
-                    self._send_again(client)
+                self._send_all_again()
+            until = time.monotonic() + _LINGER_SECONDS
+            while self._answers and time.monotonic() < until:
+                self._send_all_again()
+                time.sleep(_SOON_SECONDS)
 
     def _send(self, payload: bytes) -> None:
         message, self._number = (self._number.to_bytes(8, "big"), payload), self._number + 1
@@ -172,6 +177,10 @@ class EventPublisher(Attachment, contextlib.AbstractContextManager):
         if len(answers) < _MOST_REQUESTS:
             again = [message for message in self._sent if message[0] >= first]  # numbers as bytes
             answers.append([(_END, b""), *reversed(again)])
+
+    def _send_all_again(self) -> None:
+        for client in (*self._answers,):
+            self._send_again(client)
 
     def _send_again(self, client: bytes) -> None:
         """Sends a client as much as it takes now."""

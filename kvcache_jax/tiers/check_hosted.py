@@ -86,4 +86,10 @@ def _check_host_index(cache: Cache, tier: HostTier) -> list[str]:
         if links is not None and pool.cached is not None:
             wrong = check_group_links(links, is_there, np.asarray(pool.cached.is_published))
             found += [f"host, group {other}: {what}" for what in wrong]
+            mine = device.group_links[other]
+            assert mine is not None
+            theirs = np.asarray(links.block_ids)[tier.num_blocks :] < pool.num_blocks
+            is_twice = theirs & (np.asarray(mine.block_ids) < cache.control.block_pools[other].num_blocks)
+            for owner in np.flatnonzero(is_twice.any(axis=1)):
+                found.append(f"group {other}: the device and the host have what block {owner} is linked to")
     return found

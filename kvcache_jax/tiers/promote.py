@@ -254,5 +254,27 @@ def publish(control: Control, block_ids: jax.Array, config: CacheConfig) -> Cont
         serial=set_at(tier.serial, on_device, 0),
         num_hits=set_at(tier.num_hits, block_ids, 0),
     )
-    tier = move_entries(tier, left, jnp.where(is_same, on_device, tier.nowhere))
-    return with_tier(control, _leave(tier, g, left))
+    on_device = jnp.where(is_same, on_device, tier.nowhere)
+    tier = move_entries(tier, left, on_device)
+    control = with_tier(control, _leave(tier, g, left))
+    # An import brings blocks with all that is linked to them.
+    for other, _ in linked_groups(index):
+        control = _leave_linked(control, other, block_ids, on_device)
+    return control
+
+
+def _leave_linked(control: Control, group_id: int, block_ids: jax.Array, on_device: jax.Array) -> Control:
+    """Takes out of the host what is linked to the device's indexed blocks i32[n] in both tiers."""
+    tier, index = tier_of(control), control.prefix_index
+    assert index is not None
+    links, hosted = index.group_links[group_id], tier.index.group_links[group_id]
+    assert links is not None and hosted is not None
+    none, nowhere = (of.block_pools[group_id].num_blocks for of in (tier.control, control))
+    mine = get_at(links.block_ids, block_ids, nowhere)
+    ids = jnp.where(mine < nowhere, get_at(hosted.block_ids, on_device, none), none)
+    if links.is_wanted is not None and hosted.is_wanted is not None:
+        is_wanted = get_at(links.is_wanted, mine, False) | get_at(hosted.is_wanted, ids, False)
+        links = dataclasses.replace(links, is_wanted=set_at(links.is_wanted, mine, is_wanted))
+        all_links = (*index.group_links[:group_id], links, *index.group_links[group_id + 1 :])
+        index = dataclasses.replace(index, group_links=all_links)
+    return with_tier(control, _leave(tier, group_id, ids.reshape(-1)), prefix_index=index)

@@ -84,7 +84,7 @@ class TensorStore:
             for key, result in zip(left, self._read(values, left), strict=True):
                 if result.state == "value":
                     found[key] = result.value
-                    if is_older:
+                    if is_older and not self._is_large(result.value):
                         moved.append((key, result.value))
                 elif not is_older:
                     stamps[key] = result.stamp.generation
