@@ -30,8 +30,12 @@ HOPPER = Gpu("H200", "9.0", r"\bG?H(20|100|200|800)\b", 227 * 1024, has_wgmma=Tr
 B200 = Gpu("B200", "10.0", r"\bG?B[12]00\b", 227 * 1024)
 RTX_50 = Gpu("RTX 5090", "12.0", r"\bRTX (50\d\d|PRO \d+ Blackwell)\b", 99 * 1024)
 A100 = Gpu("A100", "8.0", r"\bA(30X?|100[XD]?|800)\b", 163 * 1024, has_copy_engine=False)
-A10 = Gpu("A10", "8.6", r"\b(A10G?|A16|A2|A40|(?<!Quadro )RTX (A\d+|30\d\d))\b", 99 * 1024, has_copy_engine=False)
-L4 = Gpu("L4", "8.9", r"\b(L4|L20|L40S?|(?<!Quadro )RTX (40\d\d|\d+ Ada))\b", 99 * 1024, has_copy_engine=False)
+A10 = Gpu(
+    "A10", "8.6", r"\b(A10G?|A16|A2|A40|(?<!Quadro )RTX (A\d+|30\d\d))\b", 99 * 1024, has_copy_engine=False
+)
+L4 = Gpu(
+    "L4", "8.9", r"\b(L4|L20|L40S?|(?<!Quadro )RTX (40\d\d|\d+ Ada))\b", 99 * 1024, has_copy_engine=False
+)
 GPUS = (A100, A10, L4, HOPPER, B200, RTX_50)
 
 BY_COPY_ENGINE = "paged_prefill", "append_kv", "append_scaled"

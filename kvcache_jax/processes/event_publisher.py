@@ -22,7 +22,7 @@ from kvcache_jax.processes.index_events import (
 _END = b"\xff" * 8  # -1
 _POLL_SECONDS, _SOON_SECONDS = 0.02, 0.001
 _LINGER_SECONDS = 1.0
-"""Time that closing gives clients and the network."""
+"""Time that closing gives the network, and clients to read more."""
 _MOST_REQUESTS = 64
 """Of a client that wait for it to read; it gets no answer to more."""
 
@@ -159,9 +159,12 @@ class EventPublisher(Attachment, contextlib.AbstractContextManager):
                 while self._replay is not None and self._replay.poll(0):
                     self._answer(self._replay.recv_multipart())
                 self._send_all_again()
-            until = time.monotonic() + _LINGER_SECONDS
-            while self._answers and time.monotonic() < until:
-                self._send_all_again()
+            num_before, until = 0, 0.0
+            while num_left := self._send_all_again():
+                if num_left != num_before:  # clients read
+                    num_before, until = num_left, time.monotonic() + _LINGER_SECONDS
+                elif time.monotonic() > until:
+                    break
                 time.sleep(_SOON_SECONDS)
 
     def _send(self, payload: bytes) -> None:
@@ -178,9 +181,11 @@ class EventPublisher(Attachment, contextlib.AbstractContextManager):
             again = [message for message in self._sent if message[0] >= first]  # numbers as bytes
             answers.append([(_END, b""), *reversed(again)])
 
-    def _send_all_again(self) -> None:
+    def _send_all_again(self) -> int:
+        """Sends all clients as much as they take now; returns the messages left."""
         for client in (*self._answers,):
             self._send_again(client)
+        return sum(len(messages) for answers in self._answers.values() for messages in answers)
 
     def _send_again(self, client: bytes) -> None:
         """Sends a client as much as it takes now."""

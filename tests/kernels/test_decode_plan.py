@@ -110,7 +110,7 @@ def test_gpus_are_known_by_name_and_by_compute_capability():
         "NVIDIA GB200": B200,
         "NVIDIA GeForce RTX 5090": RTX_50,
         "NVIDIA RTX PRO 6000 Blackwell Server Edition": RTX_50,
-        "NVIDIA A100-SXM4-80GB": A100,
+        **dict.fromkeys(("NVIDIA A100-SXM4-80GB", "NVIDIA A100X", "GRID A100D-10C", "NVIDIA A30X"), A100),
         "NVIDIA A10G": A10,
         "NVIDIA RTX A6000": A10,
         "NVIDIA GeForce RTX 3090": A10,
@@ -118,7 +118,8 @@ def test_gpus_are_known_by_name_and_by_compute_capability():
         "NVIDIA L40S": L4,
         "NVIDIA GeForce RTX 4090": L4,
         "NVIDIA RTX 6000 Ada Generation": L4,
-        **dict.fromkeys(("NVIDIA B300", "Tesla T4", "Tesla V100-SXM2-16GB", "Quadro RTX 6000")),
+        **dict.fromkeys(("NVIDIA B300", "Tesla T4", "Tesla V100-SXM2-16GB")),
+        **dict.fromkeys(f"Quadro RTX {number}" for number in (3000, 4000, 6000)),
     }
     assert {name: gpu_of(name, None) for name in names} == names
     assert [gpu_of("any", gpu.capability) for gpu in GPUS] == list(GPUS)

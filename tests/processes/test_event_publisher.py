@@ -4,6 +4,7 @@ import contextlib
 import queue
 import struct
 import sys
+import threading
 import time
 
 import jax
@@ -186,6 +187,23 @@ def test_a_client_that_asks_three_times_at_once_gets_three_answers(context):
         while publisher._answers and time.monotonic() < end:
             time.sleep(0.01)
         assert not publisher._answers
+
+
+def test_closing_sends_what_a_client_asked_for_and_is_reading(context):
+    event, address = BlockStored((1,), None, (70_000,) * 2000, 2000, "GPU", ""), "tcp://127.0.0.1:*"
+    with contextlib.ExitStack() as stack:
+        with EventPublisher(address, replay=address, max_batches=2500) as publisher:
+            for _ in range(2500):
+                publisher.publish([event])
+            while publisher._number < 2500:
+                time.sleep(0.01)
+            socket = stack.enter_context(asking(context, publisher, 0))
+            while not publisher._answers:
+                time.sleep(0.01)
+            closing = threading.Thread(target=publisher.close)
+            closing.start()
+            assert len(answer(socket)) == 2500
+            closing.join()
 
 
 def test_the_last_batches_alone_are_kept(context):

@@ -276,6 +276,14 @@ def test_a_value_that_moves_while_it_is_looked_for_is_found(tmp_path, call):
     assert store._half == half
 
 
+def test_a_value_that_a_smaller_limit_forbids_stays_in_the_older_half(tmp_path):
+    store = kv.tiers.TensorStore(tmp_path, max_bytes=100_000)
+    for key in KEYS[:2]:
+        store.put([(key, bytes(30_000))])
+    smaller = kv.tiers.TensorStore(tmp_path, max_bytes=40_000)
+    assert read(smaller, KEYS[:1]) == [bytes(30_000)] and smaller._newest()[0] == 2
+
+
 def num_bytes_in(folder):
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
