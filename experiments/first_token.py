@@ -1,9 +1,9 @@
 """Question: how soon does an engine answer, and what do short dispatches cost in tokens a second?
 
 Command: python -m experiments.first_token [--trials N] [--requests N] [--json]
-Machine: 2 virtual cores of an Intel Xeon, other work beside it; jax 0.12.0.1
-Answer:  In 0.99, 2.3 and 3.4 times the time that dispatches of one step take (bar 2: the last two miss), with
-  0.98 times the tokens a second of 32 steps (bar 0.97).
+Machine: 2 virtual cores of an AMD EPYC, nothing beside it; jax 0.12.0.1
+Answer:  In 0.86, 0.87 and 1.26 times the time that dispatches of one step take (bar 2), with 0.945 times the
+  tokens a second of 32 steps (bar 0.97: misses).
 Record:  docs/measured.md
 
 One engine of the small model, 8 rows, is drained by a thread as a server does it: with dispatches of the
