@@ -2,10 +2,13 @@
 
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvcache_jax as kv
+from kvcache_jax.operations.reserve import needs, num_available, required_for
 from tests.engine.exact_engine import RandomPace
 from tests.engine.passages import (
     AGAIN,
@@ -14,11 +17,13 @@ from tests.engine.passages import (
     SHARE,
     WEIGHTS,
     ask,
+    check_state,
     collect,
     counted,
     expect,
     fitting,
     make_engine,
+    text,
     windows_of,
 )
 from tests.support.rotary_model import ROTATE, first_of, forward
@@ -45,12 +50,22 @@ ENGINES: dict[str, tuple[list, dict, dict]] = {
         dict(num_blocks=30),
         dict(model=in_one_call, num_drafts=2, token_budget=20),
     ),
+    "windows alone": ([window(7, max_rollback=1)] * 2, dict(enable_prefix_caching=False), dict(share=1.0)),
 }
 
 
 def windows_engine(name):
     layers, sizes, options = ENGINES[name]
     return make_engine(dict(layers=layers, max_query_len=MOST) | sizes, **options)
+
+
+def engine_of_two_rows():
+    """An engine whose windows have the blocks of two rows, 7 each, and 3 more."""
+    layers = [FULL, window(7, num_blocks=2 * 7 + 3)]
+    sizes = dict(layers=layers, max_query_len=16, num_blocks=40, extras=[kv.chunks.Store(8, 12)])
+    engine = make_engine(sizes, model=in_one_call)
+    assert engine.config.groups[1].max_held_blocks == 7
+    return engine
 
 
 def expect_all(said, requests, engine, weights="first", share=SHARE, **_):
@@ -146,9 +161,57 @@ def test_random_mixes_say_what_each_says_alone(name, seed):
 @pytest.mark.parametrize("seed", range(4))
 def test_windows_with_blocks_for_two_rows_serve_all(seed):
     """Also after texts that left them, and with passages kept that the next row's parts take the place of."""
-    layers = [FULL, window(7, num_blocks=2 * 7 + 3)]  # a row has 7 at most
-    sizes = dict(layers=layers, max_query_len=16, num_blocks=40, extras=[kv.chunks.Store(8, 12)])
-    engine = make_engine(sizes, model=in_one_call)
-    assert engine.config.groups[1].max_held_blocks == 7
+    engine = engine_of_two_rows()
     requests = list(random_requests(np.random.default_rng(seed), 16, most_reach=16))
     expect_all(collect(engine, requests, most_drains=200), requests, engine)
+
+
+@jax.jit
+def blocks_of_windows(state, row):
+    """Counts blocks of windows that a row's passages and all rows' next tokens lack, and those available."""
+    control, config = state.cache.control, state.cache.config
+    lack = required_for(control, row[None], state.num_wanted[row][None], config)
+    wanted = (state.num_to_compute > 0).astype(jnp.int32)
+    return lack[1], needs(control, wanted, config).num_blocks[1].sum(), num_available(control)[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kept_goes", [False, True], ids=["a row goes", "a kept passage goes"])
+def test_the_best_row_has_the_blocks_of_its_passages(kept_goes):
+    """The first request's text of 28 tokens lets go of 5 of its 7 blocks, and its passages need 4.
+
+    Meanwhile the last request was admitted to the blocks that were left. Where a passage is kept that no row
+    is given it goes; else the last row does.
+    """
+    engine = engine_of_two_rows()
+    for passage in PASSAGES[1:2] + PASSAGES[4:] * kept_goes:
+        collect(engine, [ask([[1], passage, [2]], 1, len(passage))])
+    texts = [list(text(50 + i, length)) for i, length in enumerate((28, 13, 5, 12 if kept_goes else 16))]
+    requests = [ask([texts[0], PASSAGES[1], PASSAGES[1], [3]], 3, 0)]
+    requests += [ask([words], 14, i) for i, words in enumerate(texts[1:], 1)]
+    assert engine.push(requests) == 4
+    state, is_ready = engine.state, np.zeros(4, bool)
+    while not is_ready.any():
+        assert engine.num_unfinished
+        engine.drain(max_steps=1)
+        state = engine.state
+        is_ready = np.array(state.cache.context_len == state.first_part)
+    rows, uids = np.array(state.row_request), np.array(state.requests.uid)
+    order = rows[np.argsort(uids[rows])]
+    assert np.asarray(state.is_running).all() and rows[is_ready] == order[0]
+    # No row lacks a block for its next token, so `preempt` frees none.
+    lack, wanted, available = map(int, blocks_of_windows(state, np.flatnonzero(is_ready)[0]))
+    assert (lack, wanted, available) == (4, 0, 3)
+    before = np.array(state.counters)
+    assert np.sum(state.cache.control.extras["chunks"].length > 0) == 1 + kept_goes
+    assert before[kv.engine.Counter.PREEMPTIONS] == 0
+    engine.drain(max_steps=1)
+    state = engine.state
+    check_state(state)
+    gone = [] if kept_goes else [order[-1]]
+    assert np.flatnonzero(state.num_preemptions).tolist() == gone
+    assert set(rows) - set(np.asarray(state.row_request).tolist()) == set(gone)
+    events = np.asarray(state.counters) - before
+    assert events[kv.engine.Counter.STEPS] == 1 and events[kv.engine.Counter.PREEMPTIONS] == len(gone)
+    assert len(PASSAGES[4]) not in np.asarray(state.cache.control.extras["chunks"].length)
+    expect_all(collect(engine, []), requests, engine)
