@@ -50,6 +50,11 @@ ENGINES: dict[str, tuple[list, dict, dict]] = {
         dict(num_blocks=30),
         dict(model=in_one_call, num_drafts=2, token_budget=20),
     ),
+    "sinks and short blocks": (
+        [FULL, window(7, max_rollback=1), window(3, num_sink_tokens=2, block_size=3, max_rollback=1)],
+        dict(enable_prefix_caching=False),
+        dict(model=in_one_call, weights="deep"),
+    ),
     "windows alone": ([window(7, max_rollback=1)] * 2, dict(enable_prefix_caching=False), dict(share=1.0)),
 }
 
@@ -107,8 +112,9 @@ def test_passages_further_apart_than_windows_hold_at_once_are_refused():
         kv.generate(forward, WEIGHTS["first"], made_of, engine.config, max_new_tokens=1)
 
 
+# With short blocks the pool has no room for all passages, and `generate` leaves out others than the engine.
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", [name for name in ENGINES if name != "sinks and short blocks"])
 def test_windows_see_passages_as_other_tokens(name):
     """Of passages and texts more than a window, computed in pieces; as with `generate`."""
     engine, (_, _, options) = windows_engine(name), ENGINES[name]
