@@ -16,7 +16,7 @@ from tests.support.state_script import (
     with_window,
 )
 from tests.tiers.hosted_state_script import HostedStateScript
-from tests.tiers.test_host_lru import serve_all, trace
+from tests.tiers.lru_trace import serve_all, trace
 
 FULL = kv.FullAttention(1, 1)
 WINDOW = kv.SlidingWindow(1, 1, window=4, num_blocks=16)
