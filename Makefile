@@ -4,11 +4,11 @@ SHELL := /bin/sh
 
 EXTRAS := tests,training
 # Each with files, or rooms, of its own (tests/conftest.py): their tests share programs. A test that hangs, such as a kernel
-# that waits for what never comes, ends its worker after five minutes, and the report names it. With AGAIN=--last-failed
+# that waits for what never comes, ends its worker after ten minutes, and the report names it. With AGAIN=--last-failed
 # what failed runs again.
 WORKERS := 2
 PYTEST := -m pytest -n $(WORKERS) --dist loadfile --max-worker-restart=2 $(AGAIN) \
-	-o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true
+	-o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 SHARED = $(if $(SHARE),--share $(SHARE))
 # What runs on the oldest supported jax: the tests marked `contract`. Only their files are read, for others import
 # what is not installed there.
