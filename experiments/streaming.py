@@ -190,7 +190,7 @@ def windowed_attention(
 ) -> jax.Array:
     """Attends from each token to the first ones and to a window, by position; a run of queries at a time.
 
-    q is `[t, num_q_heads, d]`, `t` a multiple of the window. Positions i32[t] in the text are first those of
+    q is `[t, num_q_heads, d]`, `t` a multiple of the window. Positions i32[t] in the text begin with
     the sinks, then others, which follow one another.
     """
     num_sinks, window = streaming.num_sink_tokens, streaming.window

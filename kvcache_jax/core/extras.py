@@ -238,7 +238,7 @@ class Keeper:
     ) -> tuple[Any, jax.Array | bool]:
         """Forgets the state of the least value that it keeps, if `is_due` bool[], and tells whether it did.
 
-        Not if that of `block_id` i32[], the least of the pool, is worth less; nowhere for none.
+        Not if the state of `block_id` i32[], the least of the pool, is worth less; nowhere for none.
         """
         return control, False
 

@@ -115,7 +115,7 @@ class ThreadRing(Ring):
         )
 
     def read(self, slot: Any, is_refilled: Any) -> Tile:
-        # Those of both rings' other slots, and of the refilled one of keys while values are read.
+        # Copies to both rings' other slots, and to the refilled one of keys while values are read.
         num_later = (2 * self.smem[0].shape[0] - 1) * self.tiling.pieces_per_tile
         pl.when(is_refilled)(lambda: plgpu.wait_gmem_to_smem(num_later))
         pl.when(~is_refilled)(lambda: plgpu.wait_gmem_to_smem(0))

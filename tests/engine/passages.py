@@ -184,3 +184,19 @@ def fitting(request, config):
             names.add(name)
         found.append((start, end))
     return tuple(found)
+
+
+def disturbing(engine, rng):
+    """Returns a function that now and then resets the engine, gives its memory back, or cancels a request."""
+
+    def disturb():
+        kind = rng.integers(12)
+        if kind == 0:
+            engine.reset()
+        elif kind == 1:
+            engine.release(keep=bool(rng.integers(2)))
+            engine.restore()
+        elif kind < 4:
+            engine.cancel(int(rng.integers(30)))
+
+    return disturb

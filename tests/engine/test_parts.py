@@ -22,6 +22,7 @@ from tests.engine.passages import (
     collect,
     config,
     counted,
+    disturbing,
     expect,
     fitting,
     make_engine,
@@ -98,17 +99,7 @@ def test_random_mixes_say_what_each_says_alone(seed):
     engine._pace = RandomPace(8, rng, engine._device.shorten)
     requests = list(random_requests(rng, 30))
 
-    def disturb():
-        kind = rng.integers(12)
-        if kind == 0:
-            engine.reset()
-        elif kind == 1:
-            engine.release(keep=bool(rng.integers(2)))
-            engine.restore()
-        elif kind < 4:
-            engine.cancel(int(rng.integers(30)))
-
-    said = collect(engine, requests, disturb)
+    said = collect(engine, requests, disturbing(engine, rng))
     for request in requests:
         ids = [i for i in range(request.num_samples) if (request.id, i) in said]
         expect(said, request, fitting(request, engine.config), sample_ids=ids)

@@ -20,6 +20,7 @@ from tests.engine.passages import (
     check_state,
     collect,
     counted,
+    disturbing,
     expect,
     fitting,
     make_engine,
@@ -146,17 +147,7 @@ def test_random_mixes_say_what_each_says_alone(name, seed):
     engine._pace = RandomPace(8, rng, engine._device.shorten)
     requests = list(random_requests(rng, 30))
 
-    def disturb():
-        kind = rng.integers(12)
-        if kind == 0:
-            engine.reset()
-        elif kind == 1:
-            engine.release(keep=bool(rng.integers(2)))
-            engine.restore()
-        elif kind < 4:
-            engine.cancel(int(rng.integers(30)))
-
-    said = collect(engine, requests, disturb)
+    said = collect(engine, requests, disturbing(engine, rng))
     expect_all(said, requests, engine, **options)
     assert counted(engine, "REUSED_TOKENS") > 0
     if name == "nothing is taken back":
