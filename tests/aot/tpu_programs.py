@@ -82,7 +82,7 @@ def tpu_programs() -> list[tuple[Program, TpuCost]]:
         if program.detail == MOVES_VALUES.get(program.subject, "2 groups, index, lru"):
             limits = {"rewrite": REWRITE, "compose": MOVES}.get(program.subject, OPERATION)
             chosen.append((program, ATTENTION if program.subject in ATTENDING else limits))
-        # Beside states an array of the pools is no larger than those of the index, which may be copied.
+        # With states `extend` copies arrays on a TPU that are no tables; why is not known yet.
         elif program.host_bytes and not program.config.snapshot_groups:
             chosen.append((program, HOST))
     chosen += [(program, OPERATION) for program in block_programs("mosaic_tpu")]
