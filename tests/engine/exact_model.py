@@ -100,19 +100,26 @@ def _next_token(tokens, length, model, params, num_layers, bans_zero=False):
     return *sample(logits, params, length[None]), logits
 
 
-def decode_alone(request, num_layers=1, sample_id=0, bans_zero=False, **model):
-    """What a request says without cache, engine or company: tokens, log-probabilities, why it ends."""
-    prompt = np.asarray(request.prompt)
-    tokens = np.zeros(64, np.int32)
-    tokens[: len(prompt)] = prompt
-    sampling = request.sampling
-    params = SamplingColumns(
+def columns_of(sampling, sample_id=0):
+    """How one row draws, as data: numbers of all requests are drawn by one program."""
+    return SamplingColumns(
         temperature=np.float32([sampling.temperature]),  # type: ignore
         top_k=np.int32([sampling.top_k]),  # type: ignore
         top_p=np.float32([sampling.top_p]),  # type: ignore
         min_p=np.float32([sampling.min_p]),  # type: ignore
         seed=np.uint32([sample_seed(sampling.seed, sample_id)]),  # type: ignore
     )
+
+
+draw = jax.jit(sample)
+
+
+def decode_alone(request, num_layers=1, sample_id=0, bans_zero=False, **model):
+    """What a request says without cache, engine or company: tokens, log-probabilities, why it ends."""
+    prompt = np.asarray(request.prompt)
+    tokens = np.zeros(64, np.int32)
+    tokens[: len(prompt)] = prompt
+    params = columns_of(request.sampling, sample_id)
     said, logprobs = [], []
     for length in range(len(prompt), len(prompt) + request.max_new_tokens):
         token, logprob, logits = _next_token(

@@ -5,15 +5,12 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import kvcache_jax as kv
-from kvcache_jax.decoding.sampling import SamplingColumns, sample
-from kvcache_jax.engine.requests import sample_seed
 from kvcache_jax.engine.state import Phase
 from kvcache_jax.layers.span import ceil_div
-from tests.engine.exact_model import note
+from tests.engine.exact_model import columns_of, draw, note
 from tests.support import tiny_model
 from tests.support.rotary_model import DEEP, PARAMS, ROTATE, composed, dense, first_of, forward
 from tests.support.tiny_model import VOCAB
@@ -64,29 +61,18 @@ def ask(parts, max_new, request_id, **options):
     )
 
 
-@functools.partial(jax.jit, static_argnames="length")
-def draw(logits, columns, length):
-    return sample(logits[None], columns, jnp.int32([length]))
-
-
 @functools.cache
 def alone(prompt, spans, max_new, sampling, sample_id, again, weights, windows):
     """What a request says without cache, engine or company, and the log-probabilities."""
     params = WEIGHTS[weights]
     given, is_given = composed(list(prompt), spans, again(spans), params, windows)
-    columns = SamplingColumns(
-        temperature=jnp.float32([sampling.temperature]),
-        top_k=jnp.int32([sampling.top_k]),
-        top_p=jnp.float32([sampling.top_p]),
-        min_p=jnp.float32([sampling.min_p]),
-        seed=jnp.uint32([sample_seed(sampling.seed, sample_id)]),
-    )
+    columns = columns_of(sampling, sample_id)
     said, scores = list(prompt), []
     for _ in range(max_new):
         num_more = len(said) - len(prompt)
         wide = [tuple(np.pad(x, [(0, num_more), (0, 0), (0, 0)]) for x in layer) for layer in given]
         logits = dense(said, wide, np.pad(is_given, (0, num_more)), params, windows=windows)[0][-1]
-        token, logprob = draw(jnp.asarray(logits, jnp.float32), columns, len(said))
+        token, logprob = draw(np.float32(logits[None]), columns, np.int32([len(said)]))
         said.append(int(token[0]))
         scores.append(float(logprob[0]))
     return said[len(prompt) :], scores

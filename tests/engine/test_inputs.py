@@ -3,20 +3,20 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvcache_jax as kv
-from kvcache_jax.decoding.sampling import SamplingColumns, sample, sampling_columns
-from kvcache_jax.engine.requests import sample_seed
+from kvcache_jax.decoding.sampling import sampling_columns
 from tests.engine.exact_engine import SIZES, TABLE, RandomPace, advance, ask, expect, make_engine_with_inputs
 from tests.engine.exact_model import (
     VOCAB,
     _next_token,
     collect,
+    columns_of,
     config,
     decode_alone,
+    draw,
     forward,
     make_params,
     random_request,
@@ -41,18 +41,6 @@ def text_of(tokens):
     return text
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def _drawn(logits, length, sampling):
-    columns = SamplingColumns(
-        temperature=jnp.array(sampling[:1], jnp.float32),
-        top_k=jnp.array(sampling[1:2], jnp.int32),
-        top_p=jnp.array(sampling[2:3], jnp.float32),
-        min_p=jnp.array(sampling[3:4], jnp.float32),
-        seed=jnp.array(sampling[4:], jnp.uint32),
-    )
-    return sample(logits, columns, length[None])
-
-
 def alone(request, sample_id=0):
     """What a request says alone: by the oracle's logits, and the automaton and bias in numpy."""
     inputs = request.inputs
@@ -60,8 +48,7 @@ def alone(request, sample_id=0):
     bias = inputs.get("bias", np.zeros(VOCAB, np.float32))
     tokens = np.zeros(64, np.int32)
     tokens[: len(request.prompt)] = request.prompt
-    s = request.sampling
-    drawn = (s.temperature, s.top_k, s.top_p, s.min_p, sample_seed(s.seed, sample_id))
+    columns = columns_of(request.sampling, sample_id)
     said = []
     for length in range(len(request.prompt), request.num_tokens):
         model = make_params(shift=int(inputs.get("shift", 0)))
@@ -71,7 +58,7 @@ def alone(request, sample_id=0):
         logits = logits + bias
         if np.isnan(logits).any():
             return said, "nan_logits"
-        token = int(_drawn(jnp.float32(logits), np.int32(length), drawn)[0][0])
+        token = int(draw(np.float32(logits), columns, np.int32([length]))[0][0])
         tokens[length], state = token, TABLE[state, token]
         said.append(token)
         if token in request.stop_tokens:
