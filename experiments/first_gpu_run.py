@@ -102,6 +102,7 @@ KERNELS = {
     "prefill": "paged_prefill",
     "merge": "merge_attention",
     "append": "append_kv",
+    "append_scaled": "append_scaled",
 } | {name: f"{name}_blocks" for name in ("gather", "scatter", "copy")}
 """By the first word of what is checked."""
 

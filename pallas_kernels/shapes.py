@@ -229,3 +229,23 @@ PREFILL_SHAPES = (
     ),
 )
 """Likewise, of many queries a row: for the prefill."""
+
+EIGHT_BIT_PREFILLS = (
+    DecodeShape("int8", (200, 70), 1, group_size=2, num_queries=80, dtype="int8"),
+    DecodeShape("fp8", (300,), 1, group_size=1, head_dim=128, num_queries=70, dtype="uint8"),
+    DecodeShape("int8_head_128_block_128", (300,), 1, 1, 128, 128, num_queries=66, dtype="int8"),
+    DecodeShape(
+        "int8_all",
+        (401, 64, 0, 7),
+        group_size=2,
+        block_size=48,
+        num_queries=130,
+        window=70,
+        num_sink_tokens=20,
+        soft_cap=3.0,
+        has_sink_logits=True,
+        dtype="int8",
+    ),
+    DecodeShape("fp8_window", (530, 90), 2, 1, block_size=32, num_queries=150, window=70, dtype="uint8"),
+)
+"""Likewise, of 8 bits."""

@@ -11,7 +11,7 @@ from experiments.on_device.contests import COPY, MEASURED, OURS, READ, WITH_PLAN
 
 NOT_MEASURED = "not measured"
 LEAST_OF_CEILING, LEAST_MEAN, LEAST_RATIO = 0.9, 1.0, 0.9
-MOVES = "append ", "gather ", "scatter ", "copy "
+MOVES = "append ", "append_scaled ", "gather ", "scatter ", "copy "
 """What they move is read and written, so that copying is their ceiling; of all others it is reading."""
 
 

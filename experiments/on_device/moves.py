@@ -19,6 +19,7 @@ from experiments.on_device.contests import COPY, READ, Contest, Makers, Program,
 from experiments.on_device.problem import random_pool
 from experiments.on_device.sides import looped
 from pallas_kernels import reference
+from pallas_kernels.eight_bits import Scaling
 
 NUM_BUFFERS = 4
 
@@ -105,13 +106,14 @@ def _in_place(loop: Callable, state: Any, inputs: Any = (), interpret: bool = Fa
 
 
 class Pools(NamedTuple):
-    """Sizes of the pools in which tokens and blocks are moved, bfloat16."""
+    """Sizes of the pools in which tokens and blocks are moved, bfloat16; of int8 with scales and offsets."""
 
     num_layers: int = 8
     num_blocks: int = 2048
     num_kv_heads: int = 8
     block_size: int = 16
     head_dim: int = 128
+    is_scaled: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -120,16 +122,22 @@ class Pools(NamedTuple):
     @property
     def token_bytes(self) -> int:
         """K and V of one token of one layer."""
-        return 2 * self.num_kv_heads * self.head_dim * 2
+        number_bytes = self.head_dim + 2 + 4 if self.is_scaled else self.head_dim * 2
+        return 2 * self.num_kv_heads * number_bytes
 
     @property
     def block_bytes(self) -> int:
         """K and V of one block in all layers."""
         return self.num_layers * self.block_size * self.token_bytes
 
-    def draw(self) -> tuple[jax.Array, jax.Array]:
-        k_key, v_key = jax.random.split(jax.random.key(1))
-        return random_pool(k_key, self.shape), random_pool(v_key, self.shape)
+    def draw(self, seed: int, shape: tuple[int, ...]) -> tuple:
+        """Keys and values, and in `Scaling` what lies beside them."""
+        keys = jax.random.split(jax.random.key(seed), 4)
+        if not self.is_scaled:
+            return random_pool(keys[0], shape), random_pool(keys[1], shape)
+        k, v = (jax.random.bits(key, shape, jnp.uint8).astype(jnp.int8) for key in keys[:2])
+        beside = [jax.random.bits(key, (2, *shape[:-1]), jnp.uint16) for key in keys[2:]]
+        return k, v, Scaling(*beside[0], *beside[1].astype(jnp.float32))
 
 
 TINY_POOLS = Pools(num_layers=2, num_blocks=4, num_kv_heads=1, block_size=8, head_dim=64)
@@ -138,7 +146,11 @@ TINY_POOLS = Pools(num_layers=2, num_blocks=4, num_kv_heads=1, block_size=8, hea
 def move_makers(sizes: Pools, num_tokens: tuple[int, ...], num_moved: int, interpret: bool = False) -> Makers:
     """Appends of so many tokens to one layer, and so many blocks gathered, scattered and copied; by name."""
     move = functools.partial(_move, sizes, interpret)
-    appends = {f"append {num} token{'s' * (num > 1)}": ("append_kv", num) for num in num_tokens}
+    appends = {
+        f"{name} {num} token{'s' * (num > 1)}": (kernel, num)
+        for num in num_tokens
+        for name, kernel in (("append", "append_kv"), ("append_scaled", "append_scaled"))
+    }
     others = {
         f"{kernel.partition('_')[0]} {num_moved} blocks of {sizes.num_layers} layers": (kernel, num_moved)
         for kernel in ("gather_blocks", "scatter_blocks", "copy_blocks")
@@ -152,7 +164,8 @@ def _move(sizes: Pools, interpret: bool, name: str, kernel: str, num: int) -> tu
 
     The error is the share of the elements that are not the reference's.
     """
-    is_append, is_gather = kernel == "append_kv", kernel == "gather_blocks"
+    is_append, is_gather = kernel.startswith("append"), kernel == "gather_blocks"
+    sizes = sizes._replace(is_scaled=kernel == "append_scaled")
     num_places = sizes.num_blocks * (sizes.block_size if is_append else 1)
     num_bytes = 2 * num * (sizes.token_bytes if is_append else sizes.block_bytes)
     num_launches = launches_for(num_bytes)
@@ -162,20 +175,13 @@ def _move(sizes: Pools, interpret: bool, name: str, kernel: str, num: int) -> tu
     src, dst, count = jnp.asarray(order[:num]), jnp.asarray(order[num : 2 * num]), jnp.int32(num)
     outside = (num, *sizes.shape[1::2]) if is_append else (num, sizes.num_layers, *sizes.shape[1:])
 
-    def drawn() -> tuple[jax.Array, jax.Array]:
-        k, v = (random_pool(jax.random.key(i), outside) for i in (2, 3))
-        return k, v
-
-    inputs = {
-        "append_kv": lambda: (*drawn(), src),
-        "gather_blocks": lambda: (src,),
-        "scatter_blocks": lambda: (*drawn(), dst),
-        "copy_blocks": lambda: (src, dst, count),
-    }[kernel]()
+    inputs = {"gather_blocks": (src,), "copy_blocks": (src, dst, count)}.get(kernel)
+    if inputs is None:
+        inputs = *sizes.draw(2, outside), src if is_append else dst
 
     def start() -> tuple:
         results = tuple(jnp.zeros(outside, jnp.bfloat16) for _ in "kv") if is_gather else ()
-        return sizes.draw(), results
+        return sizes.draw(1, sizes.shape), results
 
     def loop(kernels: Any, options: dict, state: tuple, inputs: tuple) -> tuple:
         call = functools.partial(getattr(kernels, kernel), num_blocks=sizes.num_blocks, **options)

@@ -37,7 +37,13 @@ from experiments.on_device.torch_sides import FLASHINFER_DIR, settle, torch_side
 from kvcache_jax.core.backends import MOSAIC_GPU, XLA
 from pallas_kernels import reference
 from pallas_kernels.gpus import gpu_of, left_out, served
-from pallas_kernels.shapes import DECODE_SHAPES, EIGHT_BIT_SHAPES, PREFILL_SHAPES, DecodeShape
+from pallas_kernels.shapes import (
+    DECODE_SHAPES,
+    EIGHT_BIT_PREFILLS,
+    EIGHT_BIT_SHAPES,
+    PREFILL_SHAPES,
+    DecodeShape,
+)
 from pallas_kernels.versions import untested_jax
 
 DECODE_TOLERANCE = {"bfloat16": 2e-2, "float16": 2e-3}
@@ -50,7 +56,8 @@ STACK, TUPLE = "layers in a stack", "layers in a tuple"
 
 def kernels(interpret: bool, _: list[str]) -> Makers:
     """Checks all named shapes of attention, the merge and the movements; what is not to be read is NaN."""
-    named = ("decode", DECODE_SHAPES), ("decode", EIGHT_BIT_SHAPES), ("prefill", PREFILL_SHAPES)
+    named = [("decode", DECODE_SHAPES), ("decode", EIGHT_BIT_SHAPES)]
+    named += [("prefill", PREFILL_SHAPES), ("prefill", EIGHT_BIT_PREFILLS)]
     attends = {
         f"{kernel}: {shape.name}": functools.partial(_attend, kernel, shape, interpret)
         for kernel, shapes in named

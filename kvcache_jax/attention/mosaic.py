@@ -120,11 +120,13 @@ def _attend(
     kernels, num_blocks = _kernels(name), pool.num_rows // group.num_layers
     options = DecodeOptions(num_blocks, scale, soft_cap, group.span.window, group.span.num_sink_tokens)
     own: dict[str, Any] = dict(layer=layer, sink_logits=sink_logits, interpret=is_interpreted.value)
+    if name == MOSAIC_GPU:
+        own.update(scaling=_scaling(pool.arrays, group))
     if _has_own_prefill(name, pool, q.shape[1]) and not kernels.why_not_prefill(pool.k, q.dtype):
         return kernels.paged_prefill(q, pool.k, pool.v, block_table, _rows(plan), options, **own)
     if name == MOSAIC_GPU:
         work = kernels.DecodePlan(*plan.work) if plan.work else None
-        own.update(out_dtype=q.dtype, plan=work, scaling=_scaling(pool.arrays, group))
+        own.update(out_dtype=q.dtype, plan=work)
     most, attend = _max_queries(), kernels.paged_decode
     if name == MOSAIC_TPU and q.shape[1] > most:
         most, attend = kernels.queries_per_row(q.shape[1], pool.k, q.shape[3]), kernels.paged_prefill
@@ -175,7 +177,7 @@ def _has_own_prefill(name: str, pool: KVPool, num_queries: int) -> bool:
     if name != MOSAIC_GPU:
         return False
     kernels = _kernels(name)
-    return num_queries >= kernels.MIN_QUERIES and kernels.why_not_prefill(pool.k, pool.k.dtype) is None
+    return num_queries >= kernels.MIN_QUERIES and kernels.why_not_prefill(pool.k) is None
 
 
 def _plan(

@@ -55,12 +55,16 @@ def cost(q: jax.Array, of_keys: tuple[jax.Array, ...], block_table: jax.Array) -
     """What XLA is told, at full tables; as much as is stored `of_keys` is of values."""
     num_rows, num_queries, num_heads, group_size, head_dim = q.shape
     num_keys = num_rows * num_heads * block_table.shape[1] * of_keys[0].shape[2]
-    key_bytes = sum(math.prod(x.shape[3:]) * x.dtype.itemsize for x in of_keys)
     return pl.CostEstimate(
         flops=4 * num_keys * num_queries * group_size * head_dim,
         transcendentals=num_keys * num_queries * group_size,
-        bytes_accessed=2 * num_keys * key_bytes,
+        bytes_accessed=2 * num_keys * key_bytes(of_keys),
     )
+
+
+def key_bytes(of_keys: tuple[jax.Array, ...]) -> int:
+    """Of one key of one head."""
+    return sum(math.prod(x.shape[3:]) * x.dtype.itemsize for x in of_keys)
 
 
 def _stage_bytes(tiling: Tiling, head_dim: int) -> int:

@@ -69,10 +69,15 @@ class Tiling(LaneTiling):
 
 
 def tiling_of(
-    num_queries: int, group_size: int, head_dim: int, block_size: int, number_bytes: int = 2
+    num_queries: int,
+    group_size: int,
+    head_dim: int,
+    block_size: int,
+    number_bytes: int = 2,
+    tile_len: int = TILE_ROWS,
 ) -> Tiling:
     """The cut into full tiles with the fewest copies."""
-    piece_len, pieces_per_block = pieces_of_blocks(block_size, TILE_ROWS)
+    piece_len, pieces_per_block = pieces_of_blocks(block_size, tile_len)
     most_lanes = min(MAX_LANES, _MAX_LANE_VALUES // head_dim)
     num_lane_tiles = -(-num_queries // max(1, most_lanes // group_size))
     queries_per_tile = -(-num_queries // num_lane_tiles)
@@ -84,7 +89,7 @@ def tiling_of(
         num_lane_tiles=num_lane_tiles,
         piece_len=piece_len,
         pieces_per_block=pieces_per_block,
-        pieces_per_tile=TILE_ROWS // piece_len,
+        pieces_per_tile=tile_len // piece_len,
         number_bytes=number_bytes,
     )
 

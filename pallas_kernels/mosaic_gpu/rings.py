@@ -70,15 +70,23 @@ class Ring:
           is_refilled: bool[], whether the slot gets another tile after this one.
         """
         plgpu.barrier_wait(self.barrier.at[slot])
-        numbers, *beside = self.smem
         if self.wide_smem is None:
-            return Tile(numbers.at[slot])
+            return Tile(self.smem[0].at[slot])
+        per_key = self.widen(slot)
+        plgpu.commit_smem()
+        return Tile(self.wide_smem, *per_key)
+
+    def widen(self, slot: Any) -> list[jax.Array]:
+        """Widens a slot's tile of 8 bits, which is there; to be followed by `commit_smem`.
+
+        Returns:
+          What lies beside its numbers, f32[TILE_ROWS] each.
+        """
+        numbers, *beside = self.smem
         layout = plgpu.Layout.WGMMA_UPCAST_2X
         stored = plgpu.load(numbers.at[slot], layout=layout, optimized=False)
         self.wide_smem[...] = widened(stored, self.wide_smem.dtype)
-        per_key = [in_float32(self._per_key(smem, slot)) for smem in beside]
-        plgpu.commit_smem()
-        return Tile(self.wide_smem, *per_key)
+        return [in_float32(self._per_key(smem, slot)) for smem in beside]
 
     def _per_key(self, smem: Any, slot: Any) -> jax.Array:
         """`[TILE_ROWS]` of pieces that lie apart: of each load, as long as a tile, the piece's own part."""

@@ -13,9 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import mosaic_gpu, reference
-from pallas_kernels.eight_bits import Scaling
+from pallas_kernels.eight_bits import NUMBERS, WIDENED, Scaling
 from pallas_kernels.mosaic_gpu import append, decode, move_blocks, prefill
-from pallas_kernels.shapes import DECODE_SHAPES, EIGHT_BIT_SHAPES, PREFILL_SHAPES, DecodeShape
+from pallas_kernels.shapes import (
+    DECODE_SHAPES,
+    EIGHT_BIT_PREFILLS,
+    EIGHT_BIT_SHAPES,
+    PREFILL_SHAPES,
+    DecodeShape,
+)
 from tests.aot.target import A100, B200, H200, L4, RTX_5090, Target
 
 NUM_LAYERS, NUM_BLOCKS, NUM_IDS = 2, 11, 4
@@ -48,6 +54,7 @@ ELSEWHERE = {
     L4: ("decode_head_128_block_24", "decode_sink_logits", "gather_bf16_16x64_3", "copy_f32_8x256_3"),
     B200: (
         *("decode_plain", "decode_long", "decode_drafts_7x16", "decode_fp8", "prefill_head_128_group_3"),
+        "prefill_int8",
         "append_int8_16x64",
     ),
     RTX_5090: ("decode_all", "decode_int8_all", "prefill_plain"),
@@ -90,7 +97,7 @@ def cases(num_random: int, seed: int) -> list[Case]:
         *(_decode(f"decode_{shape.name}", shape, shape.dtype) for shape in DECODE_SHAPES),
         *(_decode(f"decode_{shape.name}", shape, "bfloat16") for shape in EIGHT_BIT_SHAPES),
         _decode("decode_of_32_bits", plain, "float32"),
-        *(_prefill(f"prefill_{shape.name}", shape) for shape in PREFILL_SHAPES),
+        *(_prefill(f"prefill_{shape.name}", shape) for shape in (*PREFILL_SHAPES, *EIGHT_BIT_PREFILLS)),
         *(_merge(f"merge_{name}", shape) for name, shape in MERGES.items()),
         *(_move(kernel, name, 3) for kernel in ("gather", "scatter", "copy") for name in POOLS),
         *(
@@ -129,7 +136,8 @@ def _random(name: str, draw: random.Random) -> Case:
 
 
 def _prefill(name: str, shape: DecodeShape) -> Case:
-    return _attend(name, shape, shape.dtype, prefill.paged_prefill)
+    dtype = WIDENED if shape.dtype in NUMBERS else shape.dtype
+    return _attend(name, shape, dtype, prefill.paged_prefill)
 
 
 def _attend(name: str, shape: DecodeShape, out_dtype: str, kernel: Callable) -> Case:

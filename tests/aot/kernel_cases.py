@@ -95,8 +95,7 @@ def _decode_case(
         table = i32(num_rows, max_len // block_size)
         q = jax.ShapeDtypeStruct(q_shape, WIDENED if beside else kv_pool.dtype)
         sink_logits = jax.ShapeDtypeStruct((num_kv_heads, group_size), jnp.float32)
-        of_each = [jax.ShapeDtypeStruct(kv_pool.shape[:3], each) for each in beside]
-        scaling = Scaling(*(each for each in of_each for _ in "kv")) if beside else None
+        scaling = _scaling(kv_pool)
         return q, kv_pool, kv_pool, table, rows, i32(), sink_logits if has_sink_logits else None, scaling
 
     def function(q, k_pool, v_pool, table, rows, layer, sink_logits, scaling):
@@ -123,6 +122,11 @@ def _decode_case(
         budget = dataclasses.replace(budget, temporary_bytes=budget.temporary_bytes + turned)
     kernels = ("paged_decode", "merge_attention") if is_split else ("paged_decode",)
     return CompileCase(name, function, arguments, budget, kernels, pools=(1, 2), target=target)
+
+
+def _scaling(kv_pool: jax.ShapeDtypeStruct) -> Scaling | None:
+    of_each = [jax.ShapeDtypeStruct(kv_pool.shape[:3], each) for each in BESIDE.get(kv_pool.dtype.name, ())]
+    return Scaling(*(each for each in of_each for _ in "kv")) if of_each else None
 
 
 # `limits` are where a case needs less than its tiling may have, or its results are larger.
@@ -209,13 +213,16 @@ def _prefill_case(
     dtype: str = "bfloat16",
     has_sink_logits: bool = False,
     target: Target = H200,
+    spill_bytes: int = 0,
     **options: Any,
 ) -> CompileCase:
     """Of registers a thread has what 384 may have at most; the kernel deals them out anew.
 
     A tile has a product of its keys and one with its values, 64 rows and so many columns each. Copied are the
-    queries, and the pieces of K and V in one place, where the ring is filled and refilled.
+    queries, and the pieces of K and V in one place, where the ring is filled and refilled; of 8 bits in a
+    loop over pieces, with their scales and offsets, and there are fences where these are widened.
     """
+    beside = BESIDE.get(dtype, ())
     num_layers, num_kv_heads = 4, 8
     num_blocks = num_rows * max_len // block_size
 
@@ -225,26 +232,27 @@ def _prefill_case(
         table = i32(num_rows, max_len // block_size)
         sink_logits = jax.ShapeDtypeStruct((num_kv_heads, group_size), jnp.float32)
         rows = DecodeRows(*[i32(num_rows)] * 5)
-        q = jax.ShapeDtypeStruct(q_shape, kv_pool.dtype)
-        return q, kv_pool, kv_pool, table, rows, i32(), sink_logits if has_sink_logits else None
+        q = jax.ShapeDtypeStruct(q_shape, WIDENED if beside else kv_pool.dtype)
+        more = dict(sink_logits=sink_logits if has_sink_logits else None, scaling=_scaling(kv_pool))
+        return q, kv_pool, kv_pool, table, rows, i32(), more
 
-    def function(q, k_pool, v_pool, table, rows, layer, sink_logits):
+    def function(q, k_pool, v_pool, table, rows, layer, more):
         prefill_options = DecodeOptions(num_blocks, head_dim**-0.5, **options)
-        return paged_prefill(
-            q, k_pool, v_pool, table, rows, prefill_options, layer=layer, sink_logits=sink_logits
-        )
+        return paged_prefill(q, k_pool, v_pool, table, rows, prefill_options, layer=layer, **more)
 
-    tile_len = prefill.tile_len_on(target.gpu)
-    pieces_per_tile = tile_len // math.gcd(block_size, tile_len)
+    a_pool = pool(1, 1, block_size, head_dim, dtype)
+    tile_len = prefill.tile_len_for(a_pool, target.gpu)
+    num_copies = 2 * (1 + len(beside)) * (1 if beside else tile_len // math.gcd(block_size, tile_len))
     products = dict(min_wgmma=(head_dim + tile_len) // 16)
     if not target.gpu.has_wgmma:
         products = dict(min_mma=2 * head_dim // 16 * tile_len // 8)
     padded_len = -(-num_queries // QUERY_ROWS) * QUERY_ROWS
     budget = Budget(
         registers=168,
-        shared_memory=prefill.max_shared_memory(head_dim, target.gpu),
-        min_tma=1 + 2 * pieces_per_tile,
-        min_fences=2 if target.gpu.has_wgmma else 5,
+        spill_bytes=spill_bytes,
+        shared_memory=prefill.max_shared_memory(a_pool, target.gpu),
+        min_tma=1 + num_copies,
+        min_fences=(2 if target.gpu.has_wgmma else 5) + 2 * bool(beside) - (dtype == "int8"),
         # The logs of sums once more, and where queries are no whole tiles, queries and results.
         temporary_bytes=num_rows * padded_len * num_kv_heads * group_size * (4 + 4 * head_dim) + 1000,
         **products,
@@ -260,6 +268,24 @@ _PREFILL_CASES = {
     "prefill_block_48": dict(block_size=48, max_len=8160, dtype="float16", group_size=1),
     "prefill_block_128": dict(block_size=128, group_size=7),
     "prefill_window": dict(window=1024, num_sink_tokens=20, soft_cap=30.0, has_sink_logits=True),
+    "prefill_int8": dict(dtype="int8"),
+    "prefill_fp8": dict(dtype="uint8"),
+    # Beside a soft cap, numbers that a program needs before and after all its tiles.
+    "prefill_fp8_window": dict(
+        dtype="uint8", window=1024, num_sink_tokens=20, soft_cap=30.0, spill_bytes=104
+    ),
+    "prefill_fp8_head_64_block_128": dict(dtype="uint8", head_dim=64, block_size=128),
+    "prefill_int8_head_64_block_16": dict(dtype="int8", head_dim=64, block_size=16, soft_cap=30.0),
+    "prefill_int8_block_16": dict(dtype="int8", block_size=16),
+    "prefill_int8_window": dict(
+        dtype="int8",
+        block_size=16,
+        window=1024,
+        num_sink_tokens=20,
+        soft_cap=30.0,
+        has_sink_logits=True,
+        spill_bytes=56,
+    ),
 }
 
 _OTHER_PREFILLS = {
@@ -270,6 +296,8 @@ _OTHER_PREFILLS = {
     "rtx_prefill_head_64": dict(
         target=RTX_5090, head_dim=64, block_size=48, max_len=8160, dtype="float16", group_size=1
     ),
+    "b200_prefill_int8": dict(target=B200, dtype="int8"),
+    "rtx_prefill_fp8_head_64": dict(target=RTX_5090, dtype="uint8", head_dim=64, block_size=16),
 }
 
 

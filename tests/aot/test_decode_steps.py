@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from tests.aot import decode_steps, h200
-from tests.aot.decode_steps import SINGLE, STACK, STEPS, Limits, StepCost, failures, weight_bytes
+from tests.aot.decode_steps import MODEL, SINGLE, STACK, STEPS, Limits, StepCost, failures, weight_bytes
 from tests.aot.loop_counts import lowered_counts
 from tests.aot.thunks import num_driven_by_host
 
@@ -31,7 +31,8 @@ condition:
         010: kWhile [source       | sink        ]
 011: kWhile [source       | sink        ]
 """
-COST = StepCost(5, 2, 0, round(1.0 * weight_bytes()), round(0.05 * weight_bytes()), 7, 1.25, 2.5)
+WEIGHTS = weight_bytes(MODEL)
+COST = StepCost(5, 2, 0, WEIGHTS, round(0.05 * WEIGHTS), 7, 1.25, 2.5, WEIGHTS)
 LIMITS = Limits(launches=5)
 
 
@@ -49,7 +50,7 @@ def test_what_graphs_hold_is_not_driven_by_the_host():
         (dict(launches=6), "6 launches, at most 5"),
         (dict(waits=3), "3 waits, at most 2"),
         (dict(num_driven=1), "1 loops and branches driven by the host, at most 0"),
-        (dict(written_bytes=weight_bytes()), "2.0 times the weights moved, at most 1.1"),
+        (dict(written_bytes=WEIGHTS), "2.0 times the weights moved, at most 1.1"),
     ],
 )
 def test_a_step_beyond_a_limit_fails(change, found):
@@ -62,8 +63,8 @@ def test_single_layers_and_the_engine_have_limits_and_all_weigh_as_much():
     assert {step.loop for step in STEPS if step.layers == SINGLE} == {step.loop for step in STEPS}
     for step in STEPS:
         assert (step.limits is not None) == (step.layers == SINGLE or step.loop == "engine"), step.name
-    single = jax.tree.leaves(decode_steps.decoder_shapes(is_stacked=False))
-    assert sum(leaf.size * 2 for leaf in single) == weight_bytes() == 2_471_628_800
+    single = jax.tree.leaves(decode_steps.decoder_shapes(MODEL, is_stacked=False))
+    assert sum(leaf.size * 2 for leaf in single) == WEIGHTS == 2_471_628_800
 
 
 @pytest.mark.slow

@@ -69,11 +69,17 @@ def test_prompts_in_two_pieces_beside_short_and_idle_rows(calls):
         (["paged_decode"], 70, 128, 16, "float32"),
     ],
 )
+@pytest.mark.parametrize("format", [None, "fp8"])
 def test_rows_that_the_prefill_does_not_take_are_decoded(
-    kernels, num_queries, head_dim, block_size, dtype, calls
+    kernels, num_queries, head_dim, block_size, dtype, format, calls
 ):
     """Planned once for all layers, unless it is only queries of another dtype that the prefill refuses."""
-    config = config_of([kv.FullAttention(1, head_dim)], max_query_len=num_queries, block_size=block_size)
+    layer = kv.FullAttention(1, head_dim)
+    if format is not None:
+        if head_dim > 128:  # which is XLA's
+            return
+        layer = kv.Quantised(layer, format)
+    config = config_of([layer], max_query_len=num_queries, block_size=block_size)
     cache = jax.eval_shape(functools.partial(kv.init, config))
 
     def step(cache, q, k):

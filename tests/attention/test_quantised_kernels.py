@@ -15,9 +15,14 @@ from pallas_kernels import mosaic_gpu
 from tests.kernels import gpu_interpreter
 
 SIZES = dict(num_blocks=9, block_size=8, max_seqs=3, max_seq_len=24, max_query_len=11, dtype="bfloat16")
+LONG = dict(num_blocks=9, block_size=16, max_seqs=3, max_seq_len=80, max_query_len=66, dtype="bfloat16")
 NUM_HEADS, GROUP_SIZE, HEAD_DIM = 2, 2, 64
-CHUNKS = (11, [11, 5, 0]), (2, [1, 2, 2])
-"""Of each call the width, and the new tokens of each row."""
+
+
+def chunks_of(config):
+    """Of each call the width, and the new tokens of each row."""
+    width = config.max_query_len
+    return (width, [width, 5, 0]), (2, [1, 2, 2])
 
 
 def poisoned(cache):
@@ -32,10 +37,10 @@ def poisoned(cache):
 
 @functools.partial(jax.jit, static_argnums=0)
 def steps(config, chunks):
-    """A prompt that is longer than a kernel's queries, a row that shares a block with another, idle rows."""
-    cache, _ = kv.allocate(poisoned(kv.init(config)), [0, 1], [11, 5])
+    """A prompt that is longer than a decode's queries, a row that shares a block with another, idle rows."""
+    cache, _ = kv.allocate(poisoned(kv.init(config)), [0, 1], [config.max_query_len, 5])
     outs = []
-    for (width, num_new), (q, k, v) in zip(CHUNKS, chunks, strict=True):
+    for (width, num_new), (q, k, v) in zip(chunks_of(config), chunks, strict=True):
         cache, step = kv.extend(cache, num_new, max_new=width)
         for layer in range(2):
             cache, out = kv.attention(cache, layer, q, k + layer, v - layer, step, soft_cap=20.0)
@@ -46,13 +51,17 @@ def steps(config, chunks):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("sizes", [SIZES, LONG], ids=["decoded", "prefilled"])
 @pytest.mark.parametrize(("format", "rotate"), [("int8", False), ("fp8", True)])
-def test_kernels_give_what_xla_gives(format, rotate, monkeypatch):
+def test_kernels_give_what_xla_gives(format, rotate, sizes, monkeypatch):
     rng, calls = np.random.default_rng(0), []
-    decode = mosaic_gpu.paged_decode
-    monkeypatch.setattr(
-        mosaic_gpu, "paged_decode", lambda *args, **options: calls.append(1) or decode(*args, **options)
-    )
+
+    def count(name, kernel, *args, **options):
+        calls.append(name)
+        return kernel(*args, **options)
+
+    for name in ("paged_decode", "paged_prefill"):
+        monkeypatch.setattr(mosaic_gpu, name, functools.partial(count, name, getattr(mosaic_gpu, name)))
 
     def draw(width, num_heads):
         # Numbers of one sign, and of other sizes in each head: scales and offsets all differ.
@@ -60,12 +69,10 @@ def test_kernels_give_what_xla_gives(format, rotate, monkeypatch):
         return jnp.asarray(x * np.linspace(0.5, 1.5, num_heads)[:, None], jnp.bfloat16)
 
     heads = NUM_HEADS * GROUP_SIZE, NUM_HEADS, NUM_HEADS
-    chunks = [[draw(width, num_heads) for num_heads in heads] for width, _ in CHUNKS]
     layer = kv.Quantised(kv.FullAttention(NUM_HEADS, HEAD_DIM), format, rotate)
-    by_xla, ours = (
-        functools.partial(steps, kv.CacheConfig([layer] * 2, implementation=name, **SIZES), chunks)
-        for name in ("xla", "mosaic_gpu")
-    )
+    configs = [kv.CacheConfig([layer] * 2, implementation=name, **sizes) for name in ("xla", "mosaic_gpu")]
+    chunks = [[draw(width, num_heads) for num_heads in heads] for width, _ in chunks_of(configs[0])]
+    by_xla, ours = (functools.partial(steps, config, chunks) for config in configs)
 
     def interpreted():
         with testing.interpreted():
@@ -73,7 +80,8 @@ def test_kernels_give_what_xla_gives(format, rotate, monkeypatch):
 
     cache, outs = gpu_interpreter.run_interpreted(interpreted)
     expected_cache, expected_outs = by_xla()
-    assert calls and int(kv.stats(cache).num_copies) == 1
+    assert set(calls) == {"paged_decode"} | ({"paged_prefill"} if sizes is LONG else set())
+    assert int(kv.stats(cache).num_copies) == 1
     for pool, expected in zip(cache.pools, expected_cache.pools, strict=True):
         jax.tree.map(np.testing.assert_array_equal, pool.arrays, expected.arrays)
     for out, expected in zip(outs, expected_outs, strict=True):

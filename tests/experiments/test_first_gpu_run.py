@@ -1,5 +1,6 @@
 """The quarter of an hour on a GPU: it runs whole without one, and its verdicts can be either."""
 
+import inspect
 import json
 import re
 import types
@@ -16,6 +17,7 @@ from experiments.on_device.comparison import compare
 from experiments.on_device.contests import CHECKED, MEASURED, WRONG
 from kvcache_jax.core import verdicts
 from kvcache_jax.core.backends import TargetDevice
+from pallas_kernels import mosaic_gpu
 from pallas_kernels.versions import digest
 
 
@@ -47,6 +49,19 @@ def test_a_kernel_is_right_if_all_its_shapes_are():
     assert not found["is_right"] and not verdict(made_up())["is_right"]
     assert verdict(made_up(("append 1 token", side(), side(WRONG, False))))["is_right"]
     assert not verdict(made_up(("append 1 token", side()), how=OVER))["is_right"]
+
+
+def test_every_kernel_is_checked():
+    """All that is launched, but for plans, which XLA makes."""
+    functions = {name: getattr(mosaic_gpu, name) for name in mosaic_gpu.__all__}
+    launched = [
+        name
+        for name, each in functions.items()
+        if inspect.isfunction(each) and "interpret" in inspect.signature(each).parameters
+    ]
+    assert sorted(KERNELS.values()) == sorted({*launched} - {"plan_for"})
+    checked = {re.split("[: ]", name)[0] for name in parts.kernels(True, [])}
+    assert checked == {*KERNELS} == {re.split("[: ]", name)[0] for name in parts.kernels(False, [])}
 
 
 def test_a_gpu_without_a_copy_engine_needs_no_kernel_that_wants_one(monkeypatch):

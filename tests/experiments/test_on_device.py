@@ -53,7 +53,8 @@ def test_all_of_speed_runs_interpreted(capsys):
     assert {side for _, side in status} | {XLA_ATTENTION} == set(SIDES)
     checked = {where for where, side in status.items() if side["status"] == CHECKED}
     tiny = [cell.name for cell in TINY]
-    moves = ["append 3 tokens", *(f"{move} 2 blocks of 2 layers" for move in ("gather", "scatter", "copy"))]
+    moves = ["append 3 tokens", "append_scaled 3 tokens"]
+    moves += [*(f"{move} 2 blocks of 2 layers" for move in ("gather", "scatter", "copy"))]
     assert {(name, OURS) for name in (*tiny, *moves)} <= checked
     assert {(tiny[0], "ours, plan included"), (tiny[0], "gather + XLA"), ("read", "XLA")} <= checked
 
@@ -190,7 +191,7 @@ def test_flashinfer_is_compiled_for_every_cell(tmp_path, monkeypatch, capsys):
 
 def test_every_cell_is_there_once_and_the_important_ones_first():
     cells = all_cells()
-    assert len(cells) == len(set(cells)) == 4 * 3 * 3 * 3 + 5
+    assert len(cells) == len(set(cells)) == 4 * 3 * 3 * 3 + 5 + 4
     equal = [cell for cell in cells if cell not in kernel_cells.PLANNED]
     assert {cell.batch for cell in equal} == {1, 8, 32, 128}
     assert {cell.context for cell in equal} == {1024, 8192, 32768}
@@ -328,9 +329,9 @@ def test_a_sample_is_long_whatever_a_launch_takes():
 def test_every_contest_has_a_name_before_anything_is_made():
     """Nothing here has a GPU."""
     names = [*parts.speed(False, [""])]
-    assert len(names) == len(set(names)) == 3 + 4 * 3 * 3 * 3 + 5 + 6
+    assert len(names) == len(set(names)) == 3 + 4 * 3 * 3 * 3 + 5 + 4 + 9
     moves = {name for name in names if name.startswith(comparison.MOVES)}
-    assert names[:3] == ["one tiny kernel", "read", "copy"] and set(names[9:15]) == moves
+    assert names[:3] == ["one tiny kernel", "read", "copy"] and set(names[9:18]) == moves
     assert set(parts.speed(False, [])) < set(names)
     assert [*parts.speed(False, ["50 x 8k", "read"])] == ["read", "50 x 8k, group 4, block 16"]
     assert parts.speed(False, ["51 x 8k"]) == {}

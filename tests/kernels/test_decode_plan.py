@@ -146,7 +146,7 @@ def test_a_prefill_that_does_not_fit_the_gpu_is_refused(monkeypatch):
         monkeypatch.setattr(jax, "local_devices", lambda device=device: [device])
         for head_dim in prefill.HEAD_DIMS:
             pool = jnp.zeros((2, 1, 16, head_dim), jnp.bfloat16)
-            if reason := prefill.why_not_prefill(pool, pool.dtype):
+            if reason := prefill.why_not_prefill(pool):
                 found[gpu, head_dim] = reason
     expected = "it needs 118016 bytes of shared memory with head_dim 128, and a GPU like RTX 5090 has 101376"
     by_threads = {

@@ -27,6 +27,7 @@ GPU = {
     },
     # Keys and values; queries and results of four query heads to one of keys.
     "prefill_8k": {"paged_prefill": 2 * (8192 + 4 * 8192) * TOKEN},
+    "prefill_int8": {"paged_prefill": 2 * (2 * 8192 * 8 * (128 + 2 + 4) + 2 * 4 * 2048 * TOKEN)},
     "merge_5_lanes_head_192": {"merge_attention": (3 + 1) * 8 * 192 * 4},
     "append_64": {"append_kv": 2 * 2 * 64 * TOKEN},
     "gather_blocks_bf16_16x128": {"gather_blocks": 2 * 2 * 8 * 128 * BLOCK},

@@ -12,7 +12,7 @@ import pytest
 from pallas_kernels import reference
 from pallas_kernels.mosaic_gpu import interpret, paged_prefill, prefill
 from pallas_kernels.mosaic_gpu.prefill_mask import QUERY_ROWS, QueryMask, Walk
-from pallas_kernels.shapes import PREFILL_SHAPES, DecodeProblem, DecodeShape
+from pallas_kernels.shapes import EIGHT_BIT_PREFILLS, PREFILL_SHAPES, DecodeProblem, DecodeShape
 from tests.kernels.gpu_interpreter import run_interpreted
 from tests.mutants.reading import read_all
 from tests.support.helpers import newest_unless
@@ -22,18 +22,18 @@ pytestmark = pytest.mark.contract
 
 # The weights are rounded to the pools' dtype before they meet the values.
 TOLERANCE = {"bfloat16": 5e-3, "float16": 5e-4}
-SHAPES = {shape.name: shape for shape in PREFILL_SHAPES}
+SHAPES = {shape.name: shape for shape in (*PREFILL_SHAPES, *EIGHT_BIT_PREFILLS)}
 
 
 def check(problem: DecodeProblem, module=prefill) -> None:
     options, arrays = problem.options, problem._replace(options=None)
 
     def call(function, arrays, **more):
-        return function(*arrays[:5], options, layer=arrays.layer, sink_logits=arrays.sink_logits, **more)
+        return function(*arrays[:5], options, **arrays.more, **more)
 
     out, lse = run_interpreted(jax.jit(lambda x: call(module.paged_prefill, x, interpret=True)), arrays)
     expected_out, expected_lse = jax.jit(lambda x: call(reference.paged_decode, x))(arrays)
-    dtype = problem.k_pool.dtype
+    dtype = problem.q.dtype
     assert (out.dtype, lse.dtype) == (dtype, jnp.float32)
     tolerance, rounding = TOLERANCE[dtype.name], jnp.finfo(dtype).eps
     np.testing.assert_allclose(out.astype(jnp.float32), expected_out, rtol=rounding, atol=tolerance)
@@ -131,10 +131,15 @@ def test_what_the_kernel_does_not_take_is_refused():
         problem = DecodeShape("a", (70,), num_queries=70, **sizes).problem()
         q = problem.q.astype(q_dtype or problem.q.dtype)
         with pytest.raises(ValueError, match=expected):
-            paged_prefill(q, *problem[1:6], layer=problem.layer, interpret=True)
+            paged_prefill(q, *problem[1:6], **problem.more, interpret=True)
 
     refused("head_dim is 256, expected 64 or 128", head_dim=256)
     refused("float32, expected bfloat16", dtype="float32")
     refused("block_size is 20, expected a multiple of 8", block_size=20)
     refused("block_size is 24, expected a multiple of 16", block_size=24)
     refused("the queries are float32, expected bfloat16 like the pools", q_dtype=jnp.float32)
+    refused("the queries are float32, expected bfloat16 beside the pools", q_dtype=jnp.float32, dtype="int8")
+    refused("head_dim is 256 with numbers of 8 bits, expected 64 or 128", head_dim=256, dtype="uint8")
+    problem = SHAPES["int8"].problem()
+    with pytest.raises(ValueError, match="the pools are int8 and scaling is None"):
+        paged_prefill(*problem[:6], layer=problem.layer, interpret=True)

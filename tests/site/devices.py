@@ -17,8 +17,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pallas_kernels import gpus
+from pallas_kernels.decode_rows import MAX_QUERIES
 from pallas_kernels.gpus import HOPPER, served
 from pallas_kernels.mosaic_gpu import limits as gpu_limits
+from pallas_kernels.mosaic_gpu import prefill
 from pallas_kernels.mosaic_tpu import limits as tpu_limits
 from tests.aot import tpu, tpu_programs
 from tests.aot.cases import CASES
@@ -174,6 +176,15 @@ def limits() -> list[list[str]]:
     ]
 
 
+def prefilled() -> str:
+    """Says which rows have a kernel of their own."""
+    head_dims, most = " or ".join(map(str, prefill.HEAD_DIMS)), MAX_QUERIES
+    return f"""Rows with room for {prefill.MIN_QUERIES} queries and more are prefilled at once by \
+`mosaic_gpu`, of 16 bits and of 8, where
+head_dim is {head_dims} and block_size a multiple of {prefill.MIN_PIECE_LEN}; others are decoded as \
+rows of {most} queries."""
+
+
 def _dtype(name: str) -> Any:
     import jax.numpy as jnp
 
@@ -228,6 +239,8 @@ first needed.
 Kernels take:
 
 {table(("backend", "devices", "keys and values", "head_dim", "block_size"), limits())}
+
+{prefilled()}
 
 FlashInfer is no backend but a peer in the benchmark: what its decode takes reaches it from XLA by Python in
 each launch, or by C++ that is compiled where it is installed ([NOTES.md](../pallas_kernels/NOTES.md)). On
