@@ -36,7 +36,7 @@ def test_the_host_has_room_for_the_states_that_go_with_their_prefix():
     arrays, [g] = config.keeper.arrays(config), config.snapshot_groups
     num_states = config.groups[g].num_blocks
     assert {len(kept) for kept in arrays} == {2, 0} and arrays[0]["k"].shape[0] == 24 + 12
-    assert arrays[g]["state"].shape == (3 * num_states, 1, 1)
+    assert arrays[g]["state"].shape == (3 * num_states, 1, 8, 128)  # a whole tile
     control = kv.init(config, storage=False).control
     assert config.keeper.num_free(control, g, config) == 3 * num_states
     assert control.block_pools[g].cached.released_at.shape == (num_states,)
