@@ -1,14 +1,17 @@
 """Contents that move between the device's memory and the host's, a block at a time.
 
 A loop over blocks takes one run of the host's memory each trip: compilers for GPUs and TPUs know no gather
-and no scatter there. All layers of a block lie together on the host.
+and no scatter there. All layers of a block lie together on the host, in whole tiles of a TPU: arrays of other
+shapes it would lay out by other axes than the blocks', and copy as a whole for every loop.
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 
@@ -21,26 +24,61 @@ from kvcache_jax.core.extras import KeptArray
 from kvcache_jax.core.state import Cache, KVPool
 from kvcache_jax.layers.block_array import BlockArray
 from kvcache_jax.layers.layer_group import LayerGroup
+from kvcache_jax.layers.span import ceil_div
 from kvcache_jax.tiers.hosted import host_groups, tier_of, with_tier
 
 HOST_MEMORY = "pinned_host"
 """The kind of memory, as jax calls it."""
 
 type Kept = tuple[dict[str, jax.Array], ...]
-"""The host's arrays per layer group by name, `[blocks of the host, num_layers, *shape]`."""
+"""The host's arrays per layer group by name, `[blocks of the host, heads or 1, tiles * 8, 128]`.
+
+A head has its numbers of all layers one after the other, then zeros up to the end of its last tile.
+"""
+_TILE = 8, 128
 
 
 def kept_arrays(config: CacheConfig, num_blocks: int) -> tuple[dict[str, KeptArray], ...]:
     """Returns the shapes of the host's arrays, as `Kept`."""
 
-    def of_all_layers(group: LayerGroup, array: BlockArray) -> KeptArray:
-        head_axis = None if array.head_axis is None else 2 + array.head_axis
-        return KeptArray((group.num_blocks, group.num_layers, *array.shape), array.dtype, head_axis)
+    def kept(group: LayerGroup, array: BlockArray) -> KeptArray:
+        has_heads = array.head_axis is not None
+        num_heads = array.shape[array.head_axis] if has_heads else 1
+        num_tiles = ceil_div(group.num_layers * math.prod(array.shape), num_heads * math.prod(_TILE))
+        shape = group.num_blocks, num_heads, num_tiles * _TILE[0], _TILE[1]
+        return KeptArray(shape, array.dtype, 1 if has_heads else None)
 
     return tuple(
-        {name: of_all_layers(group, array) for name, array in group.arrays if group.num_blocks}
+        {name: kept(group, array) for name, array in group.arrays if group.num_blocks}
         for group in host_groups(config, num_blocks)
     )
+
+
+def _places(rows: jax.Array, array: BlockArray) -> Any:
+    """Finds blocks at `rows` i32[num_layers] in an array of a pool."""
+    if (array.head_axis, array.token_axis, len(array.shape)) != (None, None, 2):
+        return rows
+    # A place per run of numbers: to move a few runs at once, XLA for TPUs would lay out the whole pool anew.
+    return rows[:, None], jnp.arange(array.shape[0], dtype=jnp.int32)[None]
+
+
+def _as_kept(values: jax.Array, array: BlockArray, kept: jax.Array) -> jax.Array:
+    """Arranges a block `[num_layers, *shape]` as the host has one of `kept`, `[1, heads, rows, 128]`."""
+    heads_first = values if array.head_axis is None else jnp.moveaxis(values, 1 + array.head_axis, 0)
+    values = heads_first.reshape(kept.shape[1], -1)
+    num_more = math.prod(kept.shape[2:]) - values.shape[1]
+    return jnp.pad(values, ((0, 0), (0, num_more))).reshape(1, *kept.shape[1:])
+
+
+def of_kept[T: (jax.Array, np.ndarray)](kept: T, array: BlockArray, num_layers: int) -> T:
+    """Returns a block `[heads or 1, rows, 128]` of the host as `[num_layers, *shape]`."""
+    axis = array.head_axis
+    rest = [size for i, size in enumerate(array.shape) if i != axis]
+    values = kept.reshape(kept.shape[0], -1)[:, : num_layers * math.prod(rest)]
+    if axis is None:
+        return values.reshape(num_layers, *rest)
+    values = values.reshape(kept.shape[0], num_layers, *rest)
+    return values.transpose(*range(1, 2 + axis), 0, *range(2 + axis, values.ndim))
 
 
 def settle(cache: Cache) -> Cache:
@@ -138,31 +176,26 @@ def _move_each(group: LayerGroup) -> Any:
 
         def demote(i: jax.Array, kept: dict[str, jax.Array]) -> dict[str, jax.Array]:
             rows = storage.rows_of_all_layers(KVPool(arrays=arrays), group, block_ids[i])
-            return {
-                name: lax.dynamic_update_slice_in_dim(
-                    kept[name],
-                    jax.device_put(get_at(arrays[name], rows)[None], jax.memory.Space.Host),
-                    ids[i],
-                    0,
-                )
-                for name in kept
-            }
+            moved = {}
+            for name, array in group.arrays:
+                block = _as_kept(get_at(arrays[name], _places(rows, array)), array, kept[name])
+                block = jax.device_put(block, jax.memory.Space.Host)
+                moved[name] = lax.dynamic_update_slice_in_dim(kept[name], block, ids[i], 0)
+            return moved
 
         kept = lax.fori_loop(0, num_moves, demote, kept)
         block_ids, ids, num_moves = to_device
 
         def promote(i: jax.Array, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
             rows = storage.rows_of_all_layers(KVPool(arrays=arrays), group, block_ids[i])
-            return {
-                name: set_at(
-                    arrays[name],
-                    rows,
-                    jax.device_put(lax.dynamic_slice_in_dim(kept[name], ids[i], 1), jax.memory.Space.Device)[
-                        0
-                    ],
+            moved = {}
+            for name, array in group.arrays:
+                block = lax.dynamic_slice_in_dim(kept[name], ids[i], 1)
+                block = jax.device_put(block, jax.memory.Space.Device)[0]
+                moved[name] = set_at(
+                    arrays[name], _places(rows, array), of_kept(block, array, group.num_layers)
                 )
-                for name in kept
-            }
+            return moved
 
         return lax.fori_loop(0, num_moves, promote, arrays), kept
 

@@ -22,6 +22,7 @@ from kvcache_jax.tiers.catalogue import (
     write_entries,
     write_namespaces,
 )
+from kvcache_jax.tiers.move_blocks import of_kept
 from kvcache_jax.tiers.published import (
     Entry,
     Keyed,
@@ -32,7 +33,7 @@ from kvcache_jax.tiers.published import (
     published_block,
     read_blocks,
 )
-from kvcache_jax.tiers.stored_block import BlockName, Scope, array_specs, config_digest, pack_block
+from kvcache_jax.tiers.stored_block import BlockName, Scope, config_digest, pack_block
 
 _BATCH_BYTES, _MOST_BLOCKS = 64 * 2**20, 64
 
@@ -138,7 +139,6 @@ def read_contents(
     """
     num_blocks = [pool.num_blocks for pool in cache.control.block_pools]
     nowhere, size = num_blocks[cache.config.indexed_group], batch_size(cache)
-    names = [[array for array, *_ in array_specs(cache.config, g)] for g in range(len(num_blocks))]
     batches = [blocks[start : start + size] for start in range(0, len(blocks), size)]
     program = cache.export if isinstance(cache, ShardCache) else functools.partial(_export, cache)
 
@@ -154,11 +154,13 @@ def read_contents(
         for i, block in enumerate(batch):
             for name, entry, block_id in zip(block.names, block.entries, block.ids, strict=True):
                 g = name.group_id
-                if block_id < num_blocks[g]:
-                    arrays = {array: exported[g][array][i, name.slot] for array in names[g]}
-                else:
-                    at = block_id - num_blocks[g]
-                    arrays = {array: np.asarray(cache.kept[g][array][at]) for array in names[g]}
+                group, on_host, arrays = cache.config.groups[g], block_id - num_blocks[g], {}
+                for part, array in group.arrays:
+                    if on_host < 0:
+                        arrays[part] = exported[g][part][i, name.slot]
+                    else:
+                        kept = np.asarray(cache.kept[g][part][on_host])
+                        arrays[part] = of_kept(kept, array, group.num_layers)
                 contents.append((name, entry.key, arrays))
         yield batch, contents
 

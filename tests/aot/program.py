@@ -70,6 +70,13 @@ class Program:
         return min(math.prod(array.shape) for array in jax.tree.leaves(shapes_of(self.config).pools))
 
     @property
+    def num_prefix_elements(self) -> int:
+        """Elements of the smallest array of what prefixes need."""
+        pools = zip(self.config.groups, shapes_of(self.config).pools, strict=True)
+        needed = [pool for group, pool in pools if group.span.is_in_prefix]
+        return min(math.prod(array.shape) for array in jax.tree.leaves(needed))
+
+    @property
     def host_bytes(self) -> int:
         """Bytes of what the cache keeps in host memory."""
         arrays = jax.tree.leaves(self.config.keeper.arrays(self.config))

@@ -174,7 +174,7 @@ def test_blocks_of_heads_split_over_explicit_axes_have_gradients(implementation)
     with jax.set_mesh(mesh):
         try:
             got = gradient(*jax.device_put((pool, new), places))
-        except (TypeError, ValueError) as error:
+        except Exception as error:  # of jax's own types
             got = error
     assert not isinstance(got, Exception), got
     for place, one, other in zip(*map(jax.tree.leaves, (places, got, wanted)), strict=True):

@@ -36,11 +36,11 @@ def test_the_host_has_room_for_the_states_that_go_with_their_prefix():
     arrays, [g] = config.keeper.arrays(config), config.snapshot_groups
     num_states = config.groups[g].num_blocks
     assert {len(kept) for kept in arrays} == {2, 0} and arrays[0]["k"].shape[0] == 24 + 12
-    assert arrays[g]["state"].shape == (3 * num_states, 1, 1)
+    assert arrays[g]["state"].shape == (3 * num_states, 1, 8, 128)  # a whole tile
     control = kv.init(config, storage=False).control
     assert config.keeper.num_free(control, g, config) == 3 * num_states
-    assert control.block_pools[g].cached.released_at.shape == (num_states,)
-    assert control.block_pools[0].cached.released_at is None
+    moments = [control.block_pools[group_id].cached.released_at for group_id in (0, g)]
+    assert moments[0] is None and moments[1] is not None and moments[1].shape == (num_states,)
 
 
 @pytest.mark.slow
@@ -98,9 +98,11 @@ def test_hits_equal_those_of_one_cache_of_five_times_the_size(case):
 
 FEW = dict(max_bytes=600)
 SCRIPTS = {
-    "many kinds": config_of_states(3),
+    "many kinds": config_of_states(3, num_blocks=28),
     "few states": config_of_states(0, num_blocks=30, snapshots=kv.Snapshots(**FEW)),
-    "tokens saved": config_of_states(2, snapshots=kv.Snapshots(every=16, eviction="tokens saved", **FEW)),
+    "tokens saved": config_of_states(
+        2, num_blocks=28, snapshots=kv.Snapshots(every=16, eviction="tokens saved", **FEW)
+    ),
     "windows beside": with_window(3, window=12, sinks=3, num_blocks_of_keys=30),
     "lfu": config_of_states(0, eviction_policy="lfu"),
 }
@@ -113,4 +115,4 @@ def test_no_row_is_given_a_wrong_state(case):
     script = HostedStateScript(sorted(SCRIPTS).index(case), config)
     script.run(800)
     assert script.count["tokens computed"] > 1000 and script.count["tokens cached"] > 200
-    assert script.num_restored > 5 and script.num_alone > 1, (script.num_restored, script.num_alone)
+    assert script.num_restored > 5 and script.num_alone > 0, (script.num_restored, script.num_alone)
