@@ -42,11 +42,10 @@ def kept_arrays(config: CacheConfig, num_blocks: int) -> tuple[dict[str, KeptArr
     """Returns the shapes of the host's arrays, as `Kept`."""
 
     def kept(group: LayerGroup, array: BlockArray) -> KeptArray:
-        has_heads = array.head_axis is not None
-        num_heads = array.shape[array.head_axis] if has_heads else 1
+        num_heads = 1 if array.head_axis is None else array.shape[array.head_axis]
         num_tiles = ceil_div(group.num_layers * math.prod(array.shape), num_heads * math.prod(_TILE))
         shape = group.num_blocks, num_heads, num_tiles * _TILE[0], _TILE[1]
-        return KeptArray(shape, array.dtype, 1 if has_heads else None)
+        return KeptArray(shape, array.dtype, None if array.head_axis is None else 1)
 
     return tuple(
         {name: kept(group, array) for name, array in group.arrays if group.num_blocks}
