@@ -4,7 +4,7 @@ import numpy as np
 
 import kvcache_jax as kv
 from kvcache_jax import testing
-from tests.support.window_script import NAMESPACES
+from tests.support.window_script import NAMESPACES, ROWS
 from tests.tiers.host_script import TEXT, HostScript
 from tests.tiers.lying_store import LyingStore
 
@@ -82,7 +82,21 @@ class StoreScript(HostScript):
         self.cache = testing.poison(kv.init(self.cache.config))
         self._load()
 
-    def saved_tokens(self):
+    def restart(self):
+        """Restarts from a store that does not lie: what was found is found. Returns how many tokens."""
+        self.cache, _ = kv.free(self.cache, [*range(ROWS)])
+        for row in [*self.rows]:
+            self.end(row)
+        found = self.found_tokens()
+        kv.tiers.save(self.cache, self.store, weights=self.weights)
+        self.cache = testing.poison(kv.init(self.cache.config))
+        self.cache, report = kv.tiers.load(self.store, self.cache, weights=self.weights)
+        self.note(report)
+        assert (self.found_tokens() >= found).all()
+        return found.sum()
+
+    def found_tokens(self):
         """The tokens of each known text that are found, by namespace."""
+        cache = self.cache.config.keeper.settle(self.cache)
         tokens = np.array(self.texts)
-        return [np.asarray(kv.lookup(self.cache, tokens, [TEXT] * 4, words)).tolist() for words in NAMESPACES]
+        return np.array([kv.lookup(cache, tokens, [TEXT] * 4, words) for words in NAMESPACES])

@@ -39,6 +39,20 @@ def test_a_short_script_with_a_lying_store():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("case", ["one group", "windows"])
+def test_restarts_cost_no_hit(case):
+    """All that texts find on both tiers and in every group, whatever happened before."""
+    script = StoreScript(sorted(CASES).index(case), host_config(**CASES[case]), kv.tiers.MemoryStore())
+    found = 0
+    for _ in range(10):
+        for _ in range(40):
+            script.step()
+        found += script.restart()
+        script.check("a restart")
+    assert found > 300, found
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("extras", [[], [kv.tiers.Host(60)]])
 def test_states_of_recurrent_layers(extras):
     """Points and the blocks before them, by rows whose outputs are compared with uncached ones."""
