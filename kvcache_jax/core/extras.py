@@ -243,11 +243,12 @@ class Keeper:
         return control, False
 
     def link(
-        self, control: Any, group_id: int, owners: jax.Array, is_wanted: jax.Array, config: Any
+        self, control: Any, group_id: int, owners: jax.Array, is_wanted: jax.Array | None, config: Any
     ) -> tuple[Any, jax.Array | bool]:
-        """Masks the states under indexed blocks `owners` i32[E], bool[E, slots], that it keeps.
+        """Masks the blocks of a group under indexed blocks `owners` i32[E], bool[E, slots], that it keeps.
 
-        These need not be published again. It notes which of them prompts asked for, in `is_wanted` like them.
+        These need not be published again. Of states, and windows beside them, it notes which of them prompts
+        asked for, in `is_wanted` like them.
         """
         return control, False
 

@@ -164,9 +164,9 @@ def link(
             if wanted is None:
                 wanted = _is_wanted(control, rows, column, group, config)  # [E, slots]
             wanted = jnp.broadcast_to(wanted.reshape(len(wanted), -1), ids.shape)
-            owners = jnp.where(mask, canonical, indexed.num_blocks)
-            control, is_kept = config.keeper.link(control, g, owners, wanted, config)
-            is_linked &= jnp.logical_not(is_kept)
+        owners = jnp.where(mask, canonical, indexed.num_blocks)
+        control, is_kept = config.keeper.link(control, g, owners, wanted, config)
+        is_linked &= jnp.logical_not(is_kept)
         # A block is linked once: a second link would outlive the first one's eviction.
         is_linked &= ~block_pool.is_published(pool, ids)
         # Of entries with the same contents the first that still holds the block links its own.

@@ -135,10 +135,15 @@ class Host(Extra, Keeper):
         return hosted_states.forget_state(control, group_id, block_id, is_due, config)
 
     def link(
-        self, control: Control, group_id: int, owners: jax.Array, is_wanted: jax.Array, config: CacheConfig
+        self,
+        control: Control,
+        group_id: int,
+        owners: jax.Array,
+        is_wanted: jax.Array | None,
+        config: CacheConfig,
     ) -> tuple[Control, jax.Array]:
-        """Masks the host's states under indexed blocks of the device."""
-        return hosted_states.link(control, group_id, owners, is_wanted)
+        """Masks the host's blocks under indexed blocks of the device."""
+        return promote.link(control, group_id, owners, is_wanted)
 
     def publish(self, control: Control, block_ids: jax.Array, config: CacheConfig) -> Control:
         """Forgets the host's blocks with the same contents."""

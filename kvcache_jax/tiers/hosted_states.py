@@ -9,12 +9,11 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from kvcache_jax.arrays.masked_updates import get_at, set_at
+from kvcache_jax.arrays.masked_updates import get_at
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.counter import Counter, count_events
 from kvcache_jax.core.state import Control
 from kvcache_jax.prefix import eviction
-from kvcache_jax.tiers.demote import with_links
 from kvcache_jax.tiers.hosted import capacity, host_config, tier_of, with_tier
 
 
@@ -52,17 +51,3 @@ def forget_state(
     counters = count_events(tier_control.counters, {Counter.EVICTIONS: is_forgotten.astype(jnp.int32)})
     tier_control = dataclasses.replace(tier_control, counters=counters)
     return with_tier(control, dataclasses.replace(tier, control=tier_control)), is_forgotten
-
-
-def link(
-    control: Control, group_id: int, owners: jax.Array, is_wanted: jax.Array
-) -> tuple[Control, jax.Array]:
-    """Masks the host's states under indexed blocks `owners` i32[E] of the device; see `Keeper.link`."""
-    tier = tier_of(control)
-    links = tier.index.group_links[group_id]
-    assert links is not None and links.is_wanted is not None
-    nowhere = links.indexed_ids.shape[0]
-    ids = get_at(links.block_ids, tier.of_device(owners), nowhere)
-    noted = set_at(links.is_wanted, jnp.where(is_wanted, ids, nowhere), True)
-    tier = with_links(tier, group_id, dataclasses.replace(links, is_wanted=noted))
-    return with_tier(control, tier), ids < nowhere

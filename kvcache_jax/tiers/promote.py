@@ -221,6 +221,21 @@ def _wait(tier: HostTier, group_id: int, block_ids: jax.Array, ids: jax.Array) -
     return tier.waiting(group_id, sources=set_at(sources, block_ids, ids))
 
 
+def link(
+    control: Control, group_id: int, owners: jax.Array, is_wanted: jax.Array | None
+) -> tuple[Control, jax.Array]:
+    """Masks the host's blocks under indexed blocks `owners` i32[E] of the device; see `Keeper.link`."""
+    tier = tier_of(control)
+    links = tier.index.group_links[group_id]
+    assert links is not None
+    nowhere = links.indexed_ids.shape[0]
+    ids = get_at(links.block_ids, tier.of_device(owners), nowhere)
+    if links.is_wanted is not None and is_wanted is not None:
+        noted = set_at(links.is_wanted, jnp.where(is_wanted, ids, nowhere), True)
+        control = with_tier(control, with_links(tier, group_id, dataclasses.replace(links, is_wanted=noted)))
+    return control, ids < nowhere
+
+
 def publish(control: Control, block_ids: jax.Array, config: CacheConfig) -> Control:
     """Puts blocks i32[n] that were just published in the places of the host's with the same contents."""
     tier, index, g = tier_of(control), control.prefix_index, config.indexed_group

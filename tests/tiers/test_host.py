@@ -109,6 +109,24 @@ def test_a_block_that_is_computed_again_takes_the_place_of_the_hosts(user):
     assert user.lookup(longer) == 20
 
 
+def test_a_window_that_the_host_has_is_not_published_again():
+    """Two rows compute one prompt; the window that the first published moves before the second commits."""
+    window = kv.SlidingWindow(1, 5, window=4, num_blocks=12)
+    user = HostUser(dataclasses.replace(HOSTED, layers=[kv.FullAttention(1, 5), window], num_blocks=24))
+    text = user.new_text(1, 16)
+    user.allocate({0: text, 1: text})
+    user.fill(0, 1)
+    user.commit(0)
+    user.free(0)
+    for row in (2, 3):
+        user.allocate({row: user.new_text(row, 16)})
+        user.fill(row)
+    assert user.host().num_cached == 0 and user.cache.control.extras["host"].num_demoted == 0
+    user.commit(1)
+    user.free(1, 2, 3)
+    assert user.serve([*text, 1]) == [16]
+
+
 def test_namespaces_stay_apart(user):
     a, b, c = texts_of(user, 1, 2, 3)
     user.serve(a, b, c, namespace=TENANT_A)

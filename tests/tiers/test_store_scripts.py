@@ -39,7 +39,7 @@ def test_a_short_script_with_a_lying_store():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["one group", "windows"])
+@pytest.mark.parametrize("case", ["one group", "windows", "hardly a host"])
 def test_restarts_cost_no_hit(case):
     """All that texts find on both tiers and in every group, whatever happened before."""
     script = StoreScript(sorted(CASES).index(case), host_config(**CASES[case]), kv.tiers.MemoryStore())
@@ -49,7 +49,7 @@ def test_restarts_cost_no_hit(case):
             script.step()
         found += script.restart()
         script.check("a restart")
-    assert found > 300, found
+    assert found > 100, found
 
 
 @pytest.mark.slow
