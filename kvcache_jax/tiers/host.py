@@ -40,6 +40,7 @@ class Host(Extra, Keeper):
       num_blocks: Blocks on the host, of the group that prefixes are found by; other layer groups have as many
         in proportion to their pools. As many as one row holds come on top in each, for contents on their way;
         of states and windows beside them as many as the device has, for states go where their prefix does.
+        Of each array, a head of a block takes whole tiles of 1,024 numbers, all layers of its group together.
       store_after: Only blocks that were used so often since they were published are demoted; 0 for all.
       break_even: Tokens, at least, by which a prefix must go on in host memory, or they are computed; see
         `tiers.break_even`.

@@ -21,6 +21,7 @@ from kvcache_jax.operations.allocate import Prompts, find_hits, hold_and_take, w
 from kvcache_jax.operations.evict import evict
 from kvcache_jax.operations.rows import on_rows
 from kvcache_jax.tiers.hosted import require_tier
+from kvcache_jax.tiers.move_blocks import kept_bytes
 
 
 @takes_one
@@ -168,7 +169,8 @@ def break_even(
     for name, speed in speeds.items():
         if finite_number(name, speed) <= 0:
             raise ValueError(f"{name} is {speed}, expected more than 0")
-    token_bytes = sum(g.block_bytes / g.block_size for g in config.row_groups.values() if g.span.keeps_all)
+    groups = [group for group in config.row_groups.values() if group.span.keeps_all]
+    token_bytes = sum(kept_bytes(group) / group.block_size for group in groups)
     gain = 1 / tokens_per_second - token_bytes / bytes_per_second
     if gain * config.max_seq_len <= finite_number("latency", latency):
         return config.max_seq_len + 1

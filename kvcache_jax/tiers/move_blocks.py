@@ -42,15 +42,26 @@ def kept_arrays(config: CacheConfig, num_blocks: int) -> tuple[dict[str, KeptArr
     """Returns the shapes of the host's arrays, as `Kept`."""
 
     def kept(group: LayerGroup, array: BlockArray) -> KeptArray:
-        num_heads = 1 if array.head_axis is None else array.shape[array.head_axis]
-        num_tiles = ceil_div(group.num_layers * math.prod(array.shape), num_heads * math.prod(_TILE))
-        shape = group.num_blocks, num_heads, num_tiles * _TILE[0], _TILE[1]
+        shape = group.num_blocks, *_kept_shape(group, array)
         return KeptArray(shape, array.dtype, None if array.head_axis is None else 1)
 
     return tuple(
         {name: kept(group, array) for name, array in group.arrays if group.num_blocks}
         for group in host_groups(config, num_blocks)
     )
+
+
+def kept_bytes(group: LayerGroup) -> int:
+    """Computes the bytes of a block of all layers on the host, in whole tiles."""
+    return sum(
+        math.prod(_kept_shape(group, array)) * jnp.dtype(array.dtype).itemsize for _, array in group.arrays
+    )
+
+
+def _kept_shape(group: LayerGroup, array: BlockArray) -> tuple[int, int, int]:
+    num_heads = 1 if array.head_axis is None else array.shape[array.head_axis]
+    num_tiles = ceil_div(group.num_layers * math.prod(array.shape), num_heads * math.prod(_TILE))
+    return num_heads, num_tiles * _TILE[0], _TILE[1]
 
 
 def _places(rows: jax.Array, array: BlockArray) -> Any:

@@ -162,7 +162,7 @@ def why_not_prefill(k_pool: jax.Array, q_dtype: Any = None) -> str | None:
         )
     is_wide = k_pool.dtype.itemsize > 1
     expected = k_pool.dtype if is_wide else jnp.dtype(WIDENED)
-    if q_dtype not in (None, expected):
+    if q_dtype is not None and q_dtype != expected:
         like = "like" if is_wide else "beside"
         return f"the queries are {jnp.dtype(q_dtype)}, expected {expected} {like} the pools"
     return None

@@ -52,7 +52,7 @@ class Ring:
     tiling: Tiling
     wide_smem: Any = None
 
-    def fetch(self, slot: Any, nth: int, place: tuple, start: Any) -> None:
+    def fetch(self, slot: Any, nth: Any, place: tuple, start: Any) -> None:
         """Starts copying the nth piece of a tile: from token `start` of a block and head on."""
         for pool, smem in zip(self.pools, self.smem, strict=True):
             step = self.tiling.piece_len if len(smem.shape) == 3 else _step(smem.dtype, self.tiling)
@@ -113,7 +113,7 @@ class ThreadRing(Ring):
     they began. So rings of keys and of values are filled and read in turns, and nothing else is copied.
     """
 
-    def fetch(self, slot: Any, nth: int, place: tuple, start: Any) -> None:
+    def fetch(self, slot: Any, nth: Any, place: tuple, start: Any) -> None:
         [pool], [smem] = self.pools, self.smem
         piece_len = self.tiling.piece_len
         plgpu.copy_gmem_to_smem(

@@ -60,34 +60,32 @@ def test_prompts_in_two_pieces_beside_short_and_idle_rows(calls):
 
 
 @pytest.mark.parametrize(
-    ("kernels", "num_queries", "head_dim", "block_size", "dtype"),
+    ("kernels", "num_queries", "head_dim", "block_size", "dtype", "formats"),
     [
-        (["paged_prefill"], 64, 128, 16, "bfloat16"),
-        (["plan_for", "paged_decode"], 63, 128, 16, "bfloat16"),
-        (["plan_for", "paged_decode"], 70, 256, 16, "bfloat16"),
-        (["plan_for", "paged_decode"], 70, 128, 8, "bfloat16"),
-        (["paged_decode"], 70, 128, 16, "float32"),
+        (["paged_prefill"], 64, 128, 16, "bfloat16", [None, "fp8"]),
+        (["plan_for", "paged_decode"], 63, 128, 16, "bfloat16", [None, "fp8"]),
+        (["plan_for", "paged_decode"], 70, 256, 16, "bfloat16", [None]),  # of 8 bits it is XLA's
+        (["plan_for", "paged_decode"], 70, 128, 8, "bfloat16", [None, "fp8"]),
+        (["paged_decode"], 70, 128, 16, "float32", [None, "fp8"]),
     ],
 )
-@pytest.mark.parametrize("format", [None, "fp8"])
 def test_rows_that_the_prefill_does_not_take_are_decoded(
-    kernels, num_queries, head_dim, block_size, dtype, format, calls
+    kernels, num_queries, head_dim, block_size, dtype, formats, calls
 ):
     """Planned once for all layers, unless it is only queries of another dtype that the prefill refuses."""
-    layer = kv.FullAttention(1, head_dim)
-    if format is not None:
-        if head_dim > 128:  # which is XLA's
-            return
-        layer = kv.Quantised(layer, format)
-    config = config_of([layer], max_query_len=num_queries, block_size=block_size)
-    cache = jax.eval_shape(functools.partial(kv.init, config))
+    full = kv.FullAttention(1, head_dim)
 
     def step(cache, q, k):
         cache, step = kv.extend(cache, [num_queries, 0, 0], max_new=num_queries)
         return kv.attention(cache, 0, q, k, k, step)
 
     q, k = (jax.ShapeDtypeStruct((3, num_queries, heads, head_dim), jnp.dtype(dtype)) for heads in (2, 1))
-    with testing.interpreted():
-        _, out = jax.eval_shape(step, cache, q, k)
-    assert (out.shape, out.dtype) == (q.shape, q.dtype)
-    assert list(dict.fromkeys(calls)) == kernels
+    for format in formats:
+        layer = kv.Quantised(full, format) if format else full
+        config = config_of([layer], max_query_len=num_queries, block_size=block_size)
+        cache = jax.eval_shape(functools.partial(kv.init, config))
+        calls.clear()
+        with testing.interpreted():
+            _, out = jax.eval_shape(step, cache, q, k)
+        assert (out.shape, out.dtype) == (q.shape, q.dtype)
+        assert list(dict.fromkeys(calls)) == kernels

@@ -138,6 +138,9 @@ def test_what_the_kernel_does_not_take_is_refused():
     refused("block_size is 20, expected a multiple of 8", block_size=20)
     refused("block_size is 24, expected a multiple of 16", block_size=24)
     refused("the queries are float32, expected bfloat16 like the pools", q_dtype=jnp.float32)
+    # numpy's float64 is equal to None.
+    pool = jax.ShapeDtypeStruct((8, 1, 16, 64), jnp.bfloat16)
+    assert "queries are float64" in (prefill.why_not_prefill(pool, np.dtype("float64")) or "")
     refused("the queries are float32, expected bfloat16 beside the pools", q_dtype=jnp.float32, dtype="int8")
     refused("head_dim is 256 with numbers of 8 bits, expected 64 or 128", head_dim=256, dtype="uint8")
     problem = SHAPES["int8"].problem()

@@ -181,8 +181,9 @@ def prefilled() -> str:
     head_dims, most = " or ".join(map(str, prefill.HEAD_DIMS)), MAX_QUERIES
     return f"""Rows with room for {prefill.MIN_QUERIES} queries and more are prefilled at once by \
 `mosaic_gpu`, of 16 bits and of 8, where
-head_dim is {head_dims} and block_size a multiple of {prefill.MIN_PIECE_LEN}; others are decoded as \
-rows of {most} queries."""
+head_dim is {head_dims} and block_size a multiple of {prefill.MIN_PIECE_LEN}, from Hopper on \
+where shared memory is enough (on an RTX 5090 for
+head_dim {min(prefill.HEAD_DIMS)} alone); others are decoded as rows of {most} queries."""
 
 
 def _dtype(name: str) -> Any:

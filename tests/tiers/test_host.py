@@ -269,8 +269,9 @@ def test_what_a_cache_must_have(user):
 
 def test_the_tokens_that_pay_the_way():
     config = dataclasses.replace(HOSTED, max_seq_len=4096, dtype="float32")
-    speed = dict(bytes_per_second=1e6, tokens_per_second=1000)
-    # A token has 80 bytes, so 0.08 ms on the way and 1 ms to compute.
+    speed = dict(bytes_per_second=25.6e6, tokens_per_second=1000)
+    # Keys, and values, of a block of four tokens are a tile of 4,096 bytes: so 0.08 ms a token on the way,
+    # and 1 ms to compute.
     assert kv.tiers.break_even(config, **speed, latency=0.92) == 1000
     assert kv.tiers.break_even(config, **speed, latency=100) == 4097
     assert kv.tiers.break_even(config, bytes_per_second=1e4, tokens_per_second=1000) == 4097
