@@ -91,8 +91,9 @@ def loops() -> Iterator[tuple[str, contests.Side, int, int, int]]:
         yield f"{contest.name}, {sides[0].name}", sides[0], largest, contest.num_launches, alias_bytes
     for make in moves.move_makers(POOLS, (128,), 64).values():
         contest, sides = make()
-        pool_bytes = 2 * 2 * int(np.prod(POOLS.shape))
-        yield f"{contest.name}, ours", sides[0], pool_bytes // 4, contest.num_launches, pool_bytes
+        sizes = POOLS._replace(is_scaled=contest.name.startswith("append_scaled"))
+        largest, pool_bytes = int(np.prod(POOLS.shape)), sizes.num_blocks * sizes.block_bytes
+        yield f"{contest.name}, ours", sides[0], largest, contest.num_launches, pool_bytes
 
 
 def main() -> int:
