@@ -103,9 +103,11 @@ def compile_for_tpu(program: Program) -> TpuCost:
     abstract = AbstractDevice(device_kind=device.device_kind, num_cores=1, platform="tpu")
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=abstract)):
         compiled = program.jitted().lower(*arguments).compile()
-    # Entries of recurrent layers are smaller than the index, and of few heads laid out anew.
-    copies = num_copies(compiled.as_text(), program.num_prefix_elements)
-    memory = compiled.memory_analysis()
+    least = program.num_pool_elements
+    if program.host_bytes and program.config.snapshot_groups:
+        # Entries are smaller than the index, and of few heads laid out anew, without a host too.
+        least = program.num_prefix_elements
+    memory, copies = compiled.memory_analysis(), num_copies(compiled.as_text(), least)
     moved = program.host_bytes - memory.host_alias_size_in_bytes
     return TpuCost(memory.generated_code_size_in_bytes, memory.temp_size_in_bytes, copies, moved)
 

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 
 import kvcache_jax as kv
+from kvcache_jax.tiers.hosted import capacity
 from tests.support.state_script import MAX_LEN, StateScript
 
 prefetch = jax.jit(kv.tiers.prefetch)
@@ -38,7 +39,9 @@ class HostedStateScript(StateScript):
             on_device = np.asarray(links.block_ids)[self.tier.num_blocks :]
             self.num_alone = max(self.num_alone, int((on_device < len(links.indexed_ids)).sum()))
             # What a prefix took along is no more than both tiers together have room for.
-            assert int(self.config.keeper.num_free(self.cache.control, g, self.config)) >= 0
+            pool, hosted = self.cache.control.block_pools[g], self.tier.control.block_pools[g].cached
+            most = pool.num_blocks + capacity(self.config, self.config.keeper.num_blocks)[g]
+            assert pool.num_blocks - int(pool.num_free) + int(hosted.num_cached) <= most
 
     def prefetch(self, _):
         tokens = np.array([self.texts[int(self.rng.integers(4))]], np.int32)

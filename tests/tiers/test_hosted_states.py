@@ -101,7 +101,7 @@ SCRIPTS = {
     "many kinds": config_of_states(3, num_blocks=28),
     "few states": config_of_states(0, num_blocks=30, snapshots=kv.Snapshots(**FEW)),
     "tokens saved": config_of_states(
-        2, num_blocks=28, snapshots=kv.Snapshots(every=16, eviction="tokens saved", **FEW)
+        2, num_blocks=24, snapshots=kv.Snapshots(every=16, eviction="tokens saved", **FEW)
     ),
     "windows beside": with_window(3, window=12, sinks=3, num_blocks_of_keys=30),
     "lfu": config_of_states(0, eviction_policy="lfu"),
@@ -115,4 +115,4 @@ def test_no_row_is_given_a_wrong_state(case):
     script = HostedStateScript(sorted(SCRIPTS).index(case), config)
     script.run(800)
     assert script.count["tokens computed"] > 1000 and script.count["tokens cached"] > 200
-    assert script.num_restored > 5 and script.num_alone > 0, (script.num_restored, script.num_alone)
+    assert script.num_restored > 5 and script.num_alone > 1, (script.num_restored, script.num_alone)
