@@ -18,13 +18,13 @@ from experiments.common.timing import summary
 
 READ, COPY, FLOOR = "read", "copy", "one tiny kernel"
 """The ceilings."""
-OURS, WITH_PLAN = "ours", "ours, plan included"
+OURS, WITH_PLAN, CASCADE = "ours", "ours, plan included", "cascade by ours"
 GATHER_CUDNN, GATHER_XLA = "gather + cuDNN", "gather + XLA"
 FA2, FA2_TENSOR_CORES = "FlashInfer fa2", "FlashInfer fa2, tensor cores"
 FLASHINFER_CUDNN, XQA = "FlashInfer cuDNN", "FlashInfer XQA"
 XLA, PYTORCH, XLA_ATTENTION = "XLA", "PyTorch", "XLA attention"
 SIDES = (
-    *(OURS, WITH_PLAN, GATHER_CUDNN, GATHER_XLA, FA2, FA2_TENSOR_CORES, FLASHINFER_CUDNN, XQA),
+    *(OURS, WITH_PLAN, CASCADE, GATHER_CUDNN, GATHER_XLA, FA2, FA2_TENSOR_CORES, FLASHINFER_CUDNN, XQA),
     *(XLA, PYTORCH, XLA_ATTENTION),
 )
 """As printed, and as `--without` takes them."""

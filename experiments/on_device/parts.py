@@ -82,17 +82,21 @@ def steps(interpret: bool, _: list[str], layers: str) -> Makers:
 
 
 def serving(interpret: bool, _: list[str]) -> Makers:
-    """Times `generate` and the engine by kernels and by XLA; `score` checks their log-probabilities."""
+    """Times `generate` and the engine by kernels and by XLA; `score` checks their log-probabilities.
+
+    Samples of prompts are also decoded by a cascade, which reads each prompt once for eight of them.
+    """
     from experiments.on_device import step  # needs flax
     from models.decoder import cache_config, forward
 
     decoder = step.make_decoder(step.TINY if interpret else step.LLAMA_1B)
-    num_prompts, prompt_len, max_new = (2, 20, 4) if interpret else (8, 512, 128)
+    num_prompts, prompt_len, max_new, num_samples = (2, 20, 4, 2) if interpret else (8, 512, 128, 8)
     rng = np.random.default_rng(0)
     prompts = rng.integers(0, decoder.config.vocab_size, (num_prompts, prompt_len)).tolist()
     config = functools.partial(
         cache_config, decoder.config, max_seqs=num_prompts, max_seq_len=prompt_len + max_new, block_size=16
     )
+    config_of_samples = functools.partial(config, max_seqs=num_prompts * num_samples)
 
     def error_of(answers: list[tuple[list[int], list[float]]]) -> float:
         errors = []
@@ -102,11 +106,17 @@ def serving(interpret: bool, _: list[str]) -> Makers:
             errors.append(np.abs(np.asarray(logprobs) - scored.logprobs[0]))
         return float(np.max(errors))
 
-    def generate(implementation: str) -> list:
-        found = kv.generate(
-            forward, decoder, prompts, config(implementation=implementation), max_new_tokens=max_new
-        )
+    def answers_of(found: Any) -> list:
         return [(list(each.tokens), list(each.logprobs)) for each in found.generations]
+
+    def generate(implementation: str) -> list:
+        sizes = config(implementation=implementation)
+        return answers_of(kv.generate(forward, decoder, prompts, sizes, max_new_tokens=max_new))
+
+    def draw_samples(implementation: str) -> list:
+        sizes = config_of_samples(implementation=implementation)
+        options = dict(max_new_tokens=max_new, num_samples=num_samples)
+        return answers_of(kv.generate(forward, decoder, prompts, sizes, **options))[::num_samples]
 
     engines: dict[str, kv.Engine] = {}
 
@@ -123,13 +133,17 @@ def serving(interpret: bool, _: list[str]) -> Makers:
         return list(answers.values())
 
     def make(title: str, work: Callable[[str], list]) -> tuple[Contest, list[Side]]:
-        return Contest(title, 0, error_of, LOGPROB_TOLERANCE, 1), [
-            Side(OURS, functools.partial(_served, work, MOSAIC_GPU, interpret), is_ours=True),
-            Side(contests.XLA_ATTENTION, functools.partial(_served, work, XLA, False)),
-        ]
+        def side(name: str, implementation: str, **options: Any) -> Side:
+            return Side(name, functools.partial(_served, work, implementation, interpret), **options)
+
+        sides = [side(OURS, MOSAIC_GPU, is_ours=True), side(contests.XLA_ATTENTION, XLA)]
+        if work is draw_samples:
+            sides.append(side(contests.CASCADE, f"{MOSAIC_GPU}_cascade"))
+        return Contest(title, 0, error_of, LOGPROB_TOLERANCE, 1), sides
 
     ending = f"{num_prompts} prompts of {prompt_len} tokens, {max_new} new; a launch is all"
     titles = {f"generate: {ending}": generate, f"engine: {ending}": serve}
+    titles[f"samples: {num_samples} of each of {ending}"] = draw_samples
     return {title: functools.partial(make, title, work) for title, work in titles.items()}
 
 

@@ -1,7 +1,7 @@
 """The attention plan of a step: the blocks that its rows read, computed once for all layers.
 
 Rows with a common past (samples of a prompt, hits of a prefix, tokens of one row in a packed step) have the
-same block ids at the start of their tables. Some such rows, of `_MOST_QUERIES` queries in all, are a
+same block ids at the start of their tables. Some such rows are a
 *company*: their queries meet each tile of the common columns as the queries of one row would, and go on by
 themselves from there.
 
@@ -78,13 +78,8 @@ def plan_attention(
         backend = choose(cache.config, None, pool, group)
         plan, width = in_runs(plan, group, backend, num_queries)
         if backend.plan and backend.attend(width):
-            work = backend.plan(
-                plan,
-                _local_shapes(pool, group, cache.config.head_axis),
-                group,
-                num_queries=width,
-                num_columns=block_pool.max_blocks_per_seq,
-            )
+            local_pool = _local_shapes(pool, group, config.head_axis)
+            work = backend.plan(plan, local_pool, block_pool.block_table, group, num_queries=width)
             plan = dataclasses.replace(plan, work=tuple(work))
         elif backend.attend(width) is None and _may_share(plan, group, config, width):
             shared = find_shared(plan, block_pool.block_table, group, width)
@@ -128,13 +123,21 @@ def plan_rows(
 def _may_share(plan: AttentionPlan, group: LayerGroup, config: CacheConfig, num_queries: int) -> bool:
     """Tests whether rows of `num_queries` tokens that XLA serves look for columns in common (static).
 
-    On an accelerator every loop is a wait for the host. Wide rows share a tile among many queries as it is.
+    On an accelerator every loop is a wait for the host.
     """
-    is_plain = plan.positions is None and plan.num_keys is None and plan.holes is None
     is_free = config.tile_tokens is None and config.context_axis is None
     is_free &= jax.sharding.get_abstract_mesh().empty and target_device().platform == "cpu"
-    is_long = group.max_len > 2 * STRIDE_TOKENS and plan.table_row.shape[0] >= _least_members(num_queries)
-    return is_plain and is_free and is_long and group.span.keeps_all and num_queries <= MAX_DECODE_QUERIES
+    return is_free and may_share(plan, group, num_queries, _least_members(num_queries))
+
+
+def may_share(plan: AttentionPlan, group: LayerGroup, num_queries: int, least: int) -> bool:
+    """Tests whether `least` rows of `num_queries` tokens can have as much in common as is worth it (static).
+
+    Wide rows share a tile among many queries as it is.
+    """
+    is_plain = plan.positions is None and plan.num_keys is None and plan.holes is None
+    is_long = group.max_len > 2 * STRIDE_TOKENS and plan.table_row.shape[0] >= least
+    return is_plain and is_long and group.span.keeps_all and num_queries <= MAX_DECODE_QUERIES
 
 
 def each_alone(step: Step) -> Step:
@@ -162,12 +165,9 @@ def find_shared(
     Stride by stride rows are compared with all others, as long as enough of any are alike: where none share a
     beginning, once. A row's company are rows with which it shares the most.
     """
-    num_rows = plan.table_row.shape[0]
-    stride = ceil_div(STRIDE_TOKENS, group.block_size)
-    num_places, least = _num_places(num_queries), _least_members(num_queries)
-    order = jnp.arange(num_rows, dtype=jnp.int32)
-    num_strides = quotient(plan.first_position, stride * group.block_size)
-    num_strides = jnp.where(plan.num_queries > 0, num_strides, 0)
+    stride, least = stride_columns(group), _least_members(num_queries)
+    order = jnp.arange(plan.table_row.shape[0], dtype=jnp.int32)
+    num_strides = strides_before(plan, group)
 
     def compare(carry):
         n, is_alike, leader, depth, _ = carry
@@ -181,8 +181,36 @@ def find_shared(
         leader, depth = jnp.where(is_shared, first, leader), jnp.where(is_shared, n + 1, depth)
         return n + 1, is_alike, leader, depth, is_shared.any()
 
-    carry = jnp.int32(0), jnp.ones((num_rows, num_rows), bool), order, 0 * order, jnp.bool(True)
+    carry = jnp.int32(0), jnp.ones((order.size, order.size), bool), order, 0 * order, jnp.bool(True)
     _, _, leader, depth, _ = lax.while_loop(lambda carry: carry[-1], compare, carry)
+    return companies_of(leader, depth, stride, num_places=_num_places(num_queries), least=least)
+
+
+def stride_columns(group: LayerGroup) -> int:
+    """Returns how many columns are compared together (static)."""
+    return ceil_div(STRIDE_TOKENS, group.block_size)
+
+
+def strides_before(plan: AttentionPlan, group: LayerGroup) -> jax.Array:
+    """Counts the strides i32[r] of columns before each row's first query."""
+    num_strides = quotient(plan.first_position, stride_columns(group) * group.block_size)
+    return jnp.where(plan.num_queries > 0, num_strides, 0)
+
+
+def companies_of(
+    leader: jax.Array, depth: jax.Array, stride: int, *, num_places: int, least: int
+) -> SharedColumns:
+    """Makes companies of rows, in their order, each of `least` to `num_places`.
+
+    Args:
+      leader: i32[r], the first row that begins alike.
+      depth: i32[r], for how many strides; less than two are not worth it.
+      stride: Columns.
+      num_places: In a company.
+      least: Rows of a company.
+    """
+    num_rows = leader.shape[0]
+    order = jnp.arange(num_rows, dtype=jnp.int32)
     # Rows of one beginning that end it alike.
     is_alike = _equal(leader) & _equal(depth) & _both(depth >= 2)
     nth = jnp.sum(is_alike & (order[None] < order[:, None]), axis=1, dtype=jnp.int32)

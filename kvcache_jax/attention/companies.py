@@ -54,17 +54,17 @@ def fold_shared[T](
     # One after the other: lanes without a company would compute as much, and companies are few.
     common = cut(companies, 1, num_places, MIN_TILE_TOKENS)
     state = _fold_companies(add, state, q, companies, shared.members, common)
-    plan = _after(plan, shared.num_of_row)
+    plan = after(plan, shared.num_of_row)
     whole = cut(plan, num_rows, 1, None)
     tile_columns = whole.tile_len // block_size
     num_whole = quotient(plan.num_columns, tile_columns) * tile_columns
     whole_plan = dataclasses.replace(plan, num_columns=num_whole)
     state = fold(add, state, q, whole_plan, cut(whole_plan, num_rows, 1, None))
-    plan = _after(plan, num_whole)
+    plan = after(plan, num_whole)
     return fold(add, state, q, plan, cut(plan, num_rows, 1, STRIDE_TOKENS))
 
 
-def _after(plan: AttentionPlan, num_read: jax.Array) -> AttentionPlan:
+def after(plan: AttentionPlan, num_read: jax.Array) -> AttentionPlan:
     """Leaves the first columns i32[r] of each row out of a plan."""
     first_column, num_columns = plan.first_column + num_read, plan.num_columns - num_read
     return dataclasses.replace(plan, first_column=first_column, num_columns=num_columns)

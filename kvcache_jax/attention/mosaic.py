@@ -1,4 +1,4 @@
-"""The backends "mosaic_gpu" and "mosaic_tpu", made of `pallas_kernels`.
+"""The backends "mosaic_gpu" and "mosaic_tpu", made of `pallas_kernels`, and their cascades.
 
 Importing the kernels imports Pallas, so every function here imports the kernels that it calls.
 """
@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from kvcache_jax.attention.attention_plan import plan_rows
+from kvcache_jax.attention.cascade import cascade
 from kvcache_jax.blocks.storage import copy_by_xla, write_by_xla
 from kvcache_jax.core.backends import MOSAIC_GPU, MOSAIC_TPU, Backend, TargetDevice
 from kvcache_jax.core.state import AttentionPlan, KVPool
@@ -181,7 +182,7 @@ def _has_own_prefill(name: str, pool: KVPool, num_queries: int) -> bool:
 
 
 def _plan(
-    plan: AttentionPlan, pool: KVPool, group: LayerGroup, *, num_queries: int, num_columns: int
+    plan: AttentionPlan, pool: KVPool, block_table: jax.Array, group: LayerGroup, *, num_queries: int
 ) -> tuple[jax.Array, ...]:
     if _has_own_prefill(MOSAIC_GPU, pool, num_queries):
         return ()
@@ -190,7 +191,7 @@ def _plan(
     q_shape = (rows.table_row.shape[0], min(num_queries, _max_queries()), num_heads, 1, head_dim)
     plan_for = _kernels(MOSAIC_GPU).plan_for
     options: dict[str, Any] = dict(dtype=pool.k.dtype, interpret=is_interpreted.value)
-    return tuple(plan_for(rows, q_shape, num_columns, block_size, **options))
+    return tuple(plan_for(rows, q_shape, block_table.shape[1], block_size, **options))
 
 
 def _copy_blocks(
@@ -272,7 +273,8 @@ def _backend(name: str, plan: Any, write: Any) -> Backend:
     )
 
 
-BACKENDS = (
+_BACKENDS = (
     _backend(MOSAIC_GPU, _plan, functools.partial(_write, MOSAIC_GPU)),
     _backend(MOSAIC_TPU, None, None),
 )
+BACKENDS = (*_BACKENDS, *map(cascade, _BACKENDS))

@@ -1,7 +1,7 @@
 """Backends: implementations of attention and of the movement of keys and values, by name.
 
 `register_backend` adds one. "xla" serves every cache; the package registers "mosaic_gpu" and "mosaic_tpu",
-the kernels of `pallas_kernels`. `choose_backend` picks one for a call.
+the kernels of `pallas_kernels`, and a cascade of each. `choose_backend` picks one for a call.
 """
 
 import dataclasses
@@ -60,10 +60,9 @@ class Backend:
         i32[n], `block_id * block_size + offset`; those at `num_blocks * block_size` nowhere.
       copy_blocks: `(pool, src, dst, num_copies, group) -> pool` copies whole blocks i32[n] of all layers, for
         entries below `num_copies`; all sources as they were before any block is overwritten.
-      plan: `(plan, pool, group, *, num_queries, num_columns) -> tuple of arrays`, computed once per step and
-        handed to all its layers as `plan.work`, for `num_queries` tokens a row and a block table of
-        `num_columns`. `pool` has shapes alone, those on one device. `plan.work` is () where the step was
-        planned by another backend.
+      plan: `(plan, pool, block_table, group, *, num_queries) -> tuple of pytrees`, computed once per step and
+        handed to all its layers as `plan.work`, for `num_queries` tokens a row. `pool` has shapes alone,
+        those on one device. `plan.work` is () where the step was planned by another backend.
       load: `() -> None`, imports modules for the others; called by `init`, before anything is traced.
       code: `(device) -> str | None`, a digest of the sources that run on the `TargetDevice`, None where none
         do; imports none of them. `implementation=None` picks the backend where a verdict on it passed.
@@ -88,7 +87,7 @@ class Backend:
     prefill: Callable[..., tuple[jax.Array, jax.Array]] | None = None
     write: Callable[..., Any] | None = None
     copy_blocks: Callable[..., Any] | None = None
-    plan: Callable[..., tuple[jax.Array, ...]] | None = None
+    plan: Callable[..., tuple[Any, ...]] | None = None
     load: Callable[[], None] | None = None
     code: Callable[[TargetDevice], str | None] | None = None
     read_blocks: Callable[..., Any] | None = None

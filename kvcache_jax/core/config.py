@@ -70,10 +70,10 @@ class CacheConfig:
         `policies.InBatches(name, batch_size)` scans them less often.
       implementation: The backend of attention, writing, and whole blocks that are copied, exported or
         imported: "xla", "mosaic_gpu" (NVIDIA GPUs from Ampere on; bfloat16, float16, from Hopper on 8 bits),
-        "mosaic_tpu", a name registered with `register_backend`, or None for what the environment's
+        "mosaic_tpu", either with "_cascade" (columns that rows have in common are read once for up to 8), a
+        name registered with `register_backend`, or None for what the environment's
         `KVCACHE_JAX_IMPLEMENTATION` names, else for kernels that support the call where a verdict of
-        `experiments.first_gpu_run` passed, else "xla" (docs/devices.md). Parts
-        that a backend lacks are XLA's, and so are gradients.
+        `experiments.first_gpu_run` passed, else "xla" (docs/devices.md). What one lacks is XLA's, as gradients.
       head_axis: Mesh axis over which the key/value heads are split, so that kernels run on each device's
         own heads; `init` then splits the pools so. XLA's attention does not need to know.
       context_axis: Mesh axis over which the tokens of every block are split: of `n` devices each has a run of

@@ -349,7 +349,7 @@ class AttentionPlan:
     holes: Holes | None = None
     first_offset: jax.Array | None = None
     within: Span | None = None
-    work: tuple[jax.Array, ...] = ()
+    work: tuple[Any, ...] = ()
     shared: SharedColumns | None = None
 
     def of_rows(self, rows: jax.Array) -> "AttentionPlan":

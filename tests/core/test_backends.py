@@ -36,8 +36,8 @@ def copy_blocks(pool, src, dst, num_copies, group):
     return jax.tree.map(lambda x: x + num_copies.astype(x.dtype), pool)
 
 
-def plan(plan, pool, group, *, num_queries, num_columns):
-    CALLS.append(("plan", num_queries, num_columns))
+def plan(plan, pool, block_table, group, *, num_queries):
+    CALLS.append(("plan", num_queries, block_table.shape[1]))
     return (jnp.float32(0.5),)
 
 

@@ -222,3 +222,5 @@ def test_the_kernels_say_what_their_sources_are():
     for kind, capability in (("Tesla T4", None), ("NVIDIA B200", "10.3")):
         assert "mosaic_gpu" not in verdicts.codes_for(TargetDevice("cuda", kind, capability))
     assert verdicts.codes_for(TargetDevice("tpu", "TPU v6 lite"))["mosaic_tpu"] == digest()
+    # A verdict says nothing of a cascade, which has to be asked for.
+    assert not [name for name in code if name.endswith("_cascade")]

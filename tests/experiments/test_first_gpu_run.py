@@ -171,4 +171,4 @@ def test_the_path_runs_without_a_gpu(tmp_path, capsys):
     assert set(report["verdict"]["kernels"].values()) == {True} and report["verdict"]["is_right"]
     assert [part["how"] for part in report["parts"]] == [ENDED] * 2
     names = {contest["name"].split(":")[0] for contest in contests_of(report)}
-    assert {"decode", "merge", "generate", "engine"} <= names
+    assert {"decode", "merge", "generate", "engine", "samples"} <= names

@@ -225,17 +225,18 @@ def page() -> str:
 * **Run**: on the device itself. **Measured**: timed there, with a record.
 
 `implementation=` names the backend of attention, which then runs or raises; what it lacks is XLA's, and so
-are gradients. Where the config names none, the environment may:
-`KVCACHE_JAX_IMPLEMENTATION=xla|mosaic_gpu|mosaic_tpu` counts as if all configs named it, and `auto`, as if
-it were not set. Else a verdict decides: `python -m experiments.first_gpu_run` checks all kernels on a GPU
-and writes one, a JSON file, to the folder that `KVCACHE_JAX_VERDICTS` names, by default
-`~/.cache/kvcache_jax/verdicts`. Where it passed for the name of the device, the version of jax and the
-digest of the kernels' sources, attention is by kernels if they take the cache. All else is XLA's: without a
-verdict (a line of the logger `kvcache_jax` says so once, at level INFO), in processes with several devices
-and on meshes, which a verdict of one device says nothing of, under `jax.default_device` of another device,
-in programs lowered for another platform, and in every export, which may come to run anywhere. No verdict
-comes with the package yet, and for TPUs no command writes one. Both variables are read once, when they are
-first needed.
+are gradients. `mosaic_gpu_cascade` and `mosaic_tpu_cascade` are by the same kernels, and read columns that
+rows have in common (samples of a prompt, hits of a prefix) once for up to eight rows. Where the config names
+none, the environment may: `KVCACHE_JAX_IMPLEMENTATION=xla|mosaic_gpu|mosaic_tpu` counts as if all configs
+named it, and `auto`, as if it were not set. Else a verdict decides: `python -m experiments.first_gpu_run`
+checks all kernels on a GPU and writes one, a JSON file, to the folder that `KVCACHE_JAX_VERDICTS` names, by
+default `~/.cache/kvcache_jax/verdicts`. Where it passed for the name of the device, the version of jax and
+the digest of the kernels' sources, attention is by kernels if they take the cache. All else is XLA's: without
+a verdict (a line of the logger `kvcache_jax` says so once, at level INFO), in processes with several devices
+and on meshes, which a verdict of one device says nothing of, under `jax.default_device` of another device, in
+programs lowered for another platform, and in every export, which may come to run anywhere. No verdict comes
+with the package yet, and for TPUs no command writes one. Both variables are read once, when they are first
+needed.
 
 Kernels take:
 
