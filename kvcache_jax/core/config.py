@@ -73,7 +73,7 @@ class CacheConfig:
         "mosaic_tpu", either with "_cascade" (columns that rows have in common are read once for up to 8), a
         name registered with `register_backend`, or None for what the environment's
         `KVCACHE_JAX_IMPLEMENTATION` names, else for kernels that support the call where a verdict of
-        `experiments.first_gpu_run` passed, else "xla" (docs/devices.md). What one lacks is XLA's, as gradients.
+        `experiments.first_gpu_run` passed, else "xla" (docs/devices.md). What it lacks is XLA's.
       head_axis: Mesh axis over which the key/value heads are split, so that kernels run on each device's
         own heads; `init` then splits the pools so. XLA's attention does not need to know.
       context_axis: Mesh axis over which the tokens of every block are split: of `n` devices each has a run of

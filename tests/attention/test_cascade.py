@@ -156,7 +156,9 @@ def test_rows_that_read_their_own():
     assert [len(plan.work) for plan in plans] == [3, 3]
 
 
-def test_gradients_are_xlas():
+def test_results_and_gradients_are_xlas():
+    """Of rows that are not full too, whose last query is a number like any other."""
+
     def loss(q, v, implementation):
         config = kv.CacheConfig(
             [kv.FullAttention(HEADS, DIM)], **SIZES_OF_ROWS | {"max_seqs": 3}, implementation=implementation
@@ -165,17 +167,18 @@ def test_gradients_are_xlas():
         cache, step = kv.extend(cache, [140], max_new=140, seq_ids=[0])
         cache = kv.write(cache, 0, jnp.cos(v[:1]), v[:1], step)
         cache, _ = kv.fork(cache, [0, 0], [1, 2])
-        cache, step = kv.extend(cache, [1] * 3, max_new=1)
-        out = kv.attention(cache, 0, q, jnp.sin(v[:, :1]), v[:, :1], step)[1]
-        return jnp.sum(jnp.sin(out)), step.plans[0].work
+        cache, step = kv.extend(cache, [1, 2, 1], max_new=2)
+        out, lse = kv.attention(cache, 0, q, jnp.sin(v[:, :2]), v[:, :2], step, return_lse=True)[1]
+        return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.exp(lse)), (out, lse, step.plans[0].work)
 
     rng = np.random.default_rng(0)
-    q, v = (jnp.asarray(rng.standard_normal(n), jnp.float32) for n in ((3, 1, 2, DIM), (3, 140, 1, DIM)))
+    q, v = (jnp.asarray(rng.standard_normal(n), jnp.float32) for n in ((3, 2, 2, DIM), (3, 140, 1, DIM)))
     take = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True), static_argnums=2)
-    ((ours, work), grads), ((by_xla, _), expected) = take(q, v, CASCADE.name), take(q, v, "xla")
+    ((_, (out, lse, work)), grads), ((_, by_xla), expected) = take(q, v, CASCADE.name), take(q, v, "xla")
     assert int(work[0].together.num_columns.max()) == 8
-    np.testing.assert_allclose(ours, by_xla, rtol=1e-5)
-    for one, other in zip(grads, expected, strict=True):
+    assert (out[0, 1] == 0).all() and np.isneginf(lse[0, 1]).all()
+    pairs = zip((out, lse, *grads), (*by_xla[:2], *expected), strict=True)
+    for one, other in pairs:
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
