@@ -115,8 +115,8 @@ def serving(interpret: bool, _: list[str]) -> Makers:
 
     def draw_samples(implementation: str) -> list:
         sizes = config_of_samples(implementation=implementation)
-        options = dict(max_new_tokens=max_new, num_samples=num_samples)
-        return answers_of(kv.generate(forward, decoder, prompts, sizes, **options))[::num_samples]
+        found = kv.generate(forward, decoder, prompts, sizes, max_new_tokens=max_new, num_samples=num_samples)
+        return answers_of(found)[::num_samples]
 
     engines: dict[str, kv.Engine] = {}
 

@@ -167,11 +167,12 @@ def step_programs(kernels: str = "mosaic_gpu") -> list[Program]:
     by_xla = step + NUM_LAYERS
     # Kernels copy blocks and attend without a loop.
     by_kernels = step - 1
-    drafts = f"{NUM_DRAFTS} drafts from the text"
+    cascade, drafts = f"{kernels}_cascade", f"{NUM_DRAFTS} drafts from the text"
     ending = Limits(2, known_loops=0, launches=100, temporary_bytes=500_000)
     return [
         _decoding("plain step", "attention by XLA", _limits(by_xla, 210)),
         _decoding("plain step", "attention by kernels", _limits(by_kernels, 200), implementation=kernels),
+        _decoding("plain step", "attention by a cascade", _limits(by_kernels, 250), implementation=cascade),
         _decoding("evicting step", "index, lru", _limits(by_xla + INDEX, 220), enable_prefix_caching=True),
         _decoding("speculative step", drafts, _limits(by_xla, 300), num_drafts=NUM_DRAFTS),
         _searching(_limits(by_xla - SAMPLE, 220)),
