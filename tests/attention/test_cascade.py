@@ -15,11 +15,9 @@ from kvcache_jax.attention import xla
 from kvcache_jax.attention.attention_plan import plan_rows
 from kvcache_jax.attention.cascade import Cascade, cascade, find_shared_at_once
 from kvcache_jax.core.backends import MAX_DECODE_QUERIES, get_backend
-from tests.attention.kernel_configs import SIZES, run_interpreted
-from tests.support.attention_driver import AttentionDriver, fragment
+from tests.attention import kernel_configs
+from tests.attention.prompt_rows import BLOCK, DIM, FULL, GROUP, HEADS, SIZES, driver_of, fill
 
-BLOCK, HEADS, GROUP, DIM = 16, 1, 2, 4
-SIZES_OF_ROWS = dict(num_blocks=260, block_size=BLOCK, max_seqs=24, max_seq_len=480, max_query_len=140)
 NAME = "test: by parts"
 CALLS = []
 
@@ -46,23 +44,7 @@ CASCADE = cascade(get_backend(NAME))
 kv.backends.register_backend(CASCADE)
 
 
-def driver_of(*, width=1, seed=0, **options):
-    config = kv.CacheConfig([kv.FullAttention(HEADS, DIM)], **SIZES_OF_ROWS, implementation=CASCADE.name)
-    options = dict(num_q_heads=HEADS * GROUP, sink_logits=[0.5, -1], soft_cap=1.5) | options
-    driver = AttentionDriver(config, width=width, seed=seed, **options)
-    driver.cache = fragment(driver.cache)
-    return driver
-
-
-def fill(driver, lengths):
-    """Starts rows of so many tokens, by wide steps of the same cache."""
-    wide = AttentionDriver(driver.config, num_q_heads=HEADS * GROUP, width=140, sink_logits=[0.5, -1])
-    wide.cache, wide.history = driver.cache, driver.history
-    for row, length in lengths.items():
-        wide.start(row, length)
-    while left := {row: n - wide.length(row) for row, n in lengths.items() if n > wide.length(row)}:
-        wide.step({row: min(n, 140) for row, n in left.items()})
-    driver.cache = wide.cache
+cascading = functools.partial(driver_of, implementation=CASCADE.name)
 
 
 def companies(step):
@@ -79,7 +61,7 @@ def companies(step):
 
 def test_rows_read_together_what_serves_the_most_of_them():
     """Samples of two prompts, more than a company has places for; a pair that shares more; rows that end."""
-    driver = driver_of()
+    driver = cascading(soft_cap=1.5)
     fill(driver, {3: 203, 0: 150, 7: 203, 5: 31})
     for row in (10, 1, 12):
         driver.fork(3, row)
@@ -102,7 +84,7 @@ def test_rows_read_together_what_serves_the_most_of_them():
 @pytest.mark.parametrize("width", [2, 3, 4, 5])
 def test_rows_of_several_queries(width):
     """Companies have room for eight queries in all; rows of five read their own."""
-    driver = driver_of(width=width)
+    driver = cascading(width=width)
     fill(driver, {2: 130})
     for row in (0, 1, 4, 5):
         driver.fork(2, row)
@@ -115,7 +97,7 @@ def test_rows_of_several_queries(width):
 
 
 def test_tokens_of_a_packed_step():
-    driver = driver_of(width=70, packed=True)
+    driver = cascading(width=70, packed=True)
     for row in (1, 6):
         driver.start(row, 400)
     while driver.length(1) < 190:
@@ -127,8 +109,8 @@ def test_tokens_of_a_packed_step():
 
 def test_rows_that_read_their_own():
     """Windows, wide steps, and calls that name another backend than the cache; by two calls or one."""
-    layers = [kv.FullAttention(HEADS, DIM), kv.SlidingWindow(HEADS, DIM, window=140, num_sink_tokens=20)]
-    config = kv.CacheConfig(layers, **SIZES_OF_ROWS, implementation=CASCADE.name)
+    layers = [FULL, kv.SlidingWindow(HEADS, DIM, window=140, num_sink_tokens=20)]
+    config = kv.CacheConfig(layers, **SIZES, implementation=CASCADE.name)
 
     def attend(config, of_call, width=1):
         def step(cache, q):
@@ -160,9 +142,7 @@ def test_results_and_gradients_are_xlas():
     """Of rows that are not full too, whose last query is a number like any other."""
 
     def loss(q, v, implementation):
-        config = kv.CacheConfig(
-            [kv.FullAttention(HEADS, DIM)], **SIZES_OF_ROWS | {"max_seqs": 3}, implementation=implementation
-        )
+        config = kv.CacheConfig([FULL], **SIZES | {"max_seqs": 3}, implementation=implementation)
         cache, _ = kv.allocate(kv.init(config), [0], [140])
         cache, step = kv.extend(cache, [140], max_new=140, seq_ids=[0])
         cache = kv.write(cache, 0, jnp.cos(v[:1]), v[:1], step)
@@ -223,7 +203,7 @@ def expected_companies(table, lengths, num_queries, num_places):
 
 
 def test_companies_are_those_that_a_search_row_by_row_finds():
-    group, rng = kv.CacheConfig([kv.FullAttention(1, 4)], **SIZES_OF_ROWS).groups[0], np.random.default_rng(0)
+    group, rng = kv.CacheConfig([FULL], **SIZES).groups[0], np.random.default_rng(0)
     order, sizes = jnp.arange(NUM_ROWS, dtype=jnp.int32), set()
     find = jax.jit(
         lambda table, lengths, num_queries: find_shared_at_once(
@@ -264,7 +244,7 @@ def step_of_forks(config, first, q, k, v):
     ids=["gpu", "gpu-int8", "tpu"],
 )
 def test_kernels_read_common_columns_once(implementation, format):
-    num_heads, head_dim, dtype = SIZES[implementation].values()
+    num_heads, head_dim, dtype = kernel_configs.SIZES[implementation].values()
     layer = kv.FullAttention(num_heads, head_dim)
     layer = kv.Quantised(layer, format) if format else layer
     sizes = dict(num_blocks=40, block_size=8, max_seqs=5, max_seq_len=160, max_query_len=139, dtype=dtype)
@@ -275,7 +255,7 @@ def test_kernels_read_common_columns_once(implementation, format):
         functools.partial(step_of_forks, kv.CacheConfig([layer], implementation=name, **sizes), *arrays)
         for name in ("xla", f"{implementation}_cascade")
     )
-    (out, lse), (work,) = run_interpreted(by_kernels)
+    (out, lse), (work,) = kernel_configs.run_interpreted(by_kernels)
     assert work.together.num_columns.tolist() == [16, 0] and work.place.tolist() == [0, 1, 8, 2, 8]
     (expected_out, expected_lse), _ = by_xla()
     assert (

@@ -10,31 +10,8 @@ import pytest
 import kvcache_jax as kv
 from kvcache_jax.attention.attention_plan import each_alone, find_shared, plan_rows
 from kvcache_jax.decoding import loop
+from tests.attention.prompt_rows import BLOCK, DIM, FULL, HEADS, SIZES, driver_of, fill, wide_driver
 from tests.support import tiny_model
-from tests.support.attention_driver import AttentionDriver, fragment
-
-HEADS, GROUP, DIM, BLOCK = 1, 2, 4, 16
-FULL = kv.FullAttention(HEADS, DIM)
-SIZES = dict(num_blocks=260, block_size=BLOCK, max_seqs=24, max_seq_len=480, max_query_len=140)
-
-
-def driver_of(*, kinds=(FULL,), seed=0, **options):
-    config = kv.CacheConfig(kinds, **SIZES)
-    options = dict(num_q_heads=HEADS * GROUP, width=1, sink_logits=[0.5, -1], seed=seed) | options
-    driver = AttentionDriver(config, **options)
-    driver.cache = fragment(driver.cache)
-    return driver
-
-
-def fill(driver, lengths):
-    """Starts rows of so many tokens, by wide steps of the same cache."""
-    wide = AttentionDriver(driver.config, num_q_heads=HEADS * GROUP, width=140, sink_logits=[0.5, -1])
-    wide.cache, wide.history = driver.cache, driver.history
-    for row, length in lengths.items():
-        wide.start(row, length)
-    while left := {row: n - wide.length(row) for row, n in lengths.items() if n > wide.length(row)}:
-        wide.step({row: min(n, 140) for row, n in left.items()})
-    driver.cache = wide.cache
 
 
 def companies(step, group=0):
@@ -84,10 +61,9 @@ def test_what_a_subset_shares_goes_before_what_all_share():
     fill(driver, {5: 140})
     for row in (0, 1, 2, 9):
         driver.fork(5, row)
-    fill_more = AttentionDriver(driver.config, num_q_heads=HEADS * GROUP, width=140, sink_logits=[0.5, -1])
-    fill_more.cache, fill_more.history = driver.cache, driver.history
-    fill_more.step({9: 130})
-    driver.cache = fill_more.cache
+    wide = wide_driver(driver)
+    wide.step({9: 130})
+    driver.cache = wide.cache
     for row in (3, 4, 8):
         driver.fork(9, row)
     found = companies(driver.step(dict.fromkeys((0, 1, 2, 3, 4, 5, 8, 9), 1)))
