@@ -205,6 +205,15 @@ def first_true(mask: jax.Array) -> jax.Array:
     return jnp.min(jnp.where(mask, places, mask.shape[-1]), axis=-1)
 
 
+def run_of(ends: jax.Array, places: jax.Array) -> jax.Array:
+    """Finds the run that holds each of `places` i32[m], i32[m]; n for those after all.
+
+    Runs lie end to end: the i-th is `[ends[i - 1], ends[i])`, `ends` i32[n].
+    """
+    method = "compare_all" if ends.size <= _FEW_ENTRIES else "scan_unrolled"
+    return jnp.searchsorted(ends, places, side="right", method=method).astype(jnp.int32)
+
+
 def rank_true(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns i32[n], how many true entries of bool[n] come before each, and i32[], how many there are."""
     up_to = jnp.cumsum(mask, dtype=jnp.int32)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+from jax import lax
 
 from kvcache_jax.arrays.masked_updates import run_if
 
@@ -206,6 +207,15 @@ def run_if_due[T](is_due: jax.Array, fn: Callable[[T], T], state: T) -> T:
     Not on accelerators: a GPU's host would wait for the answer.
     """
     return run_if(is_due, fn, state) if by_platform(cpu=True, accelerator=False) else fn(state)
+
+
+def computed_once[T](values: T) -> T:
+    """Returns `values`, small arrays with many readers, such that CPUs compute them once.
+
+    XLA fuses them into each reader, and computes and compiles them there again. On accelerators too, but what
+    they compute apart is a launch.
+    """
+    return lax.optimization_barrier(values) if by_platform(cpu=True, accelerator=False) else values
 
 
 def _described(device: Any) -> TargetDevice:

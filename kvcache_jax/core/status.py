@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from kvcache_jax.core.backends import computed_once
+
 
 class Status(enum.IntEnum):
     """Outcome of one row of an operation; a row whose status is not `OK` is exactly as it was."""
@@ -50,7 +52,7 @@ def first_failure(*checks: tuple[jax.Array, Status]) -> jax.Array:
     status = jnp.asarray(Status.OK, jnp.int32)
     for condition, failure in reversed(checks):
         status = jnp.where(condition, jnp.int32(failure), status)
-    return status
+    return computed_once(status)
 
 
 class StatusError(RuntimeError):

@@ -15,7 +15,7 @@ from kvcache_jax.arrays.masked_updates import (
     set_at,
 )
 from kvcache_jax.blocks import block_pool
-from kvcache_jax.core.backends import by_platform, run_if_due
+from kvcache_jax.core.backends import by_platform, computed_once, run_if_due
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.extras import Turn
 from kvcache_jax.core.state import Cache, Control
@@ -67,9 +67,9 @@ def admit(state: EngineState, options: Options) -> EngineState:
         assert still is not None
         is_gone = (parts.ids != still.ids).any(axis=1)
     available = num_available(cache.control) - growth
-    is_admitted = is_passed = jnp.zeros(slots.shape, bool)
-    goes_on = jnp.bool_(True)
-    for i in range(slots.size):
+
+    def decide(carry: tuple, i: jax.Array) -> tuple[tuple, jax.Array]:
+        goes_on, is_admitted, available = carry
         goes_on &= (slots[i] < num_slots) & (num_true(is_admitted) < num_idle)
         is_owner = jnp.append(jnp.ones(cache.max_seqs, bool), is_admitted)
         passes = (is_computed[:, i] & is_owner).any()
@@ -78,10 +78,17 @@ def admit(state: EngineState, options: Options) -> EngineState:
         # The watermark does not bind while no row runs, or a large request would wait for ever.
         held_back = jnp.where(is_running | is_admitted.any(), num_reserved, 0)
         fits = (num_blocks + held_back <= available).all()
-        is_passed = is_passed.at[i].set(goes_on & passes)
+        is_passed = goes_on & passes
         goes_on &= passes | fits
-        is_admitted = is_admitted.at[i].set(goes_on & ~passes)
-        available -= jnp.where(is_admitted[i], num_blocks, 0)
+        is_it = goes_on & ~passes
+        is_admitted |= is_it & (order == i)
+        return (goes_on, is_admitted, available - jnp.where(is_it, num_blocks, 0)), is_passed
+
+    order = jnp.arange(slots.size, dtype=jnp.int32)
+    carry = jnp.bool_(True), jnp.zeros(slots.shape, bool), available
+    # A loop is compiled sooner; on a GPU it would be launches for each request.
+    unroll = by_platform(cpu=1, accelerator=slots.size)
+    (goes_on, is_admitted, _), is_passed = lax.scan(decide, carry, order, unroll=unroll)
     state = _start(state, jnp.where(is_admitted, slots, num_slots), prompts, hits, parts)
     cache = state.cache.config.keeper.settle(state.cache)
     # There may be more to admit, or some were passed: in both cases a later step has to look again.
@@ -140,7 +147,7 @@ def _is_computed(
     return lax.while_loop(goes_on, compare, (may_share, jnp.int32(0)))[0]
 
 
-def _num_revived(control: Control, hits: Hits, i: int, is_admitted: jax.Array) -> jax.Array:
+def _num_revived(control: Control, hits: Hits, i: jax.Array, is_admitted: jax.Array) -> jax.Array:
     """Counts the hits of candidate `i` that no row holds, but an admitted candidate will, per group."""
     return jnp.stack(
         [
@@ -256,7 +263,7 @@ def _preempt(
         is_worse &= control.is_active & state.is_running
         goes = ~fits & _is_enough(control, cache.config, is_worse, wanted, row, available)
         worst = jnp.max(jnp.where(get_at(is_worse, order), ranks, 0))
-        victim = jnp.where(goes, order[worst], max_seqs)
+        fits, goes, victim = computed_once((fits, goes, jnp.where(goes, order[worst], max_seqs)))
         control, _ = free_rows(control, victim[None], config=cache.config)
         granted += jnp.where(fits, need, 0)
         is_stalled = set_at(is_stalled, jnp.where(fits | goes, max_seqs, row), True)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvcache_jax.arrays.masked_updates import add_at, first_true, get_at, set_at
+from kvcache_jax.core.backends import computed_once
 from kvcache_jax.core.state import Step
 from kvcache_jax.decoding.sampling import SamplingColumns, are_numbers, sample
 from kvcache_jax.decoding.speculation import ngram_drafts, verify_drafts
@@ -170,6 +171,7 @@ def write_down(state: EngineState, drawn: Drawn, options: Options) -> EngineStat
     finish = jnp.where((num_tokens > 0) & (num_tokens == num_left), Finish.LENGTH, Finish.NOT_YET)
     finish = jnp.where(finish == Finish.NOT_YET, drawn.failure, finish)
     finish = jnp.where(stops, Finish.STOP, finish).astype(jnp.int32)
+    num_tokens, finish = computed_once((num_tokens, finish))
     is_undrawn = (finish == Finish.NAN_LOGITS) | (finish == Finish.NO_TOKEN)
     has_ended = finish != Finish.NOT_YET
     is_first = (num_tokens > 0) & (get_at(state.num_generated, slots, 1) == 0)

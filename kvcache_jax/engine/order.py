@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvcache_jax.arrays.masked_updates import add_at, first_true, get_at, set_at
+from kvcache_jax.core.backends import by_platform
 from kvcache_jax.decoding.prompts import NOT_LOOKED_UP
 from kvcache_jax.engine.options import Options
 from kvcache_jax.engine.policies import INPUT_WEIGHT, RequestMetadata, keys_of, policies
@@ -46,13 +47,17 @@ def first_of(keys: tuple[jax.Array, ...], mask: jax.Array) -> jax.Array:
 def next_waiting(state: EngineState, options: Options, num: int) -> jax.Array:
     """Finds the requests to admit next, i32[num] slots, each as if those before it had been; R for none."""
     num_cached = num_cached_of(state) if policies.find(options.policy).options["looks_up"] else None
-    slots, is_left = [], waits(state)
-    for _ in range(num):
-        slot = first_of(keys_of(options.policy, metadata(state, options, num_cached)), is_left)
+
+    def choose(carry: tuple, _: None) -> tuple[tuple, jax.Array]:
+        is_left, num_bypassed, service = carry
+        now = dataclasses.replace(state, num_bypassed=num_bypassed, service=service)
+        slot = first_of(keys_of(options.policy, metadata(now, options, num_cached)), is_left)
         is_left &= jnp.arange(is_left.size, dtype=jnp.int32) != slot
-        state = charged(state, slot[None], is_left)
-        slots.append(slot)
-    return jnp.stack(slots)
+        now = charged(now, slot[None], is_left)
+        return (is_left, now.num_bypassed, now.service), slot
+
+    carry, unroll = (waits(state), state.num_bypassed, state.service), by_platform(cpu=1, accelerator=num)
+    return lax.scan(choose, carry, length=num, unroll=unroll)[1]
 
 
 def charged(state: EngineState, slots: jax.Array, is_waiting: jax.Array) -> EngineState:

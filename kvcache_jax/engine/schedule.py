@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvcache_jax.arrays.masked_updates import get_at, quotient, rank_true, set_at
+from kvcache_jax.arrays.masked_updates import get_at, quotient, rank_true, run_of, set_at
 from kvcache_jax.core.backends import by_platform, run_if_due
 from kvcache_jax.core.state import Control
 from kvcache_jax.engine.admit import admit
@@ -126,7 +126,7 @@ def plan_prompts(state: EngineState, options: Options, num_next: int = 0) -> Pro
     num_new = jnp.minimum(want, (num_pieces - jnp.minimum(begin, num_pieces)) * piece_len)
 
     piece = jnp.arange(num_pieces, dtype=jnp.int32)
-    rank = jnp.searchsorted(end, piece, side="right", method="scan_unrolled").astype(jnp.int32)
+    rank = run_of(end, piece)
     row = get_at(order, rank, max_seqs)
     nth = jnp.where(row < max_seqs, piece - get_at(begin, rank, 0), 0)
     num_tokens = jnp.clip(get_at(num_new, rank, 0) - nth * piece_len, 0, piece_len)

@@ -294,13 +294,17 @@ def _step_in_one_call(model: Model, params: Any, state: EngineState, options: Op
     def is_left(carry: tuple) -> jax.Array:
         return carry[2].num_tokens[0] < 0
 
-    compute = functools.partial(_compute_next, model, params, options)
-    shapes = jax.eval_shape(compute, (state, none, None))[2]
+    # Traced once, for its shapes and for the loop.
+    @functools.partial(jax.jit, inline=True)
+    def compute(params: Any, state: EngineState, is_stalled: jax.Array) -> Carry:
+        return _compute_next(model, params, options, (state, is_stalled, None))
+
+    shapes = jax.eval_shape(compute, params, state, none)[2]
     nothing = jax.tree.map(lambda x: jnp.full(x.shape, -1, x.dtype), shapes)
     with jax.named_scope(WITH_PROMPTS):
         carry = run_if(is_unusual(state), rare, (state, none, nothing))
     with jax.named_scope(NEXT_TOKENS):
-        state, _, computed = lax.while_loop(is_left, compute, carry)
+        state, _, computed = lax.while_loop(is_left, lambda carry: compute(params, *carry[:2]), carry)
     return draw_next(model, params, state, computed, options)
 
 

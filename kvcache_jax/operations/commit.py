@@ -22,6 +22,7 @@ from kvcache_jax.arrays.masked_updates import (
     quotient,
     read_first,
     run_if,
+    run_of,
     set_at,
 )
 from kvcache_jax.arrays.number_checks import static_flag
@@ -191,7 +192,7 @@ def _batch_at(
     size = by_platform(cpu=_BATCH_ON_CPUS, accelerator=_BATCH_ON_ACCELERATORS)
     size = min(size, is_cut.shape[0] * pool.max_blocks_per_seq)
     place = first + jnp.arange(size, dtype=jnp.int32)
-    row = jnp.searchsorted(pending.ends, place, side="right", method="scan_unrolled").astype(jnp.int32)
+    row = run_of(pending.ends, place)
     is_entry = (place < pending.num_blocks) & ~get_at(is_cut, row)
     seq_ids, row_start = get_at(pending.seq_ids, row), get_at(pending.starts, row)
     num_published = get_at(pending.num_published, row)

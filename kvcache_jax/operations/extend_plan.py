@@ -20,8 +20,10 @@ from kvcache_jax.arrays.masked_updates import (
     num_true,
     quotient,
     remainder,
+    run_of,
 )
 from kvcache_jax.blocks import block_pool
+from kvcache_jax.core.backends import computed_once
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import BlockPool, Control
 from kvcache_jax.core.status import Status, first_failure
@@ -73,8 +75,9 @@ def packed_tokens(num_new: jax.Array, num_tokens: int) -> NewTokens:
     ends = jnp.cumsum(jnp.clip(num_new, 0, num_tokens + 1), dtype=jnp.int32)
     starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends])
     order = jnp.arange(num_tokens, dtype=jnp.int32)
-    row = jnp.searchsorted(ends, order, side="right", method="scan_unrolled").astype(jnp.int32)
-    return NewTokens(row, order - starts[row], starts, (num_tokens,), is_packed=True)
+    row = run_of(ends, order)
+    row, offset = computed_once((row, order - starts[row]))
+    return NewTokens(row, offset, starts, (num_tokens,), is_packed=True)
 
 
 class GroupPlan(NamedTuple):

@@ -14,6 +14,7 @@ from kvcache_jax.arrays.masked_updates import (
     last_of_equal,
     rank_true,
     run_if,
+    run_of,
     set_at,
 )
 
@@ -111,6 +112,14 @@ def test_true_entries_are_ranked_and_found():
     rank, num_true = rank_true(mask)
     assert rank[mask].tolist() == [0, 1, 2] and int(num_true) == 3
     assert first_true(jnp.stack([mask, ~mask, mask & False])).tolist() == [1, 0, 5]
+
+
+@pytest.mark.parametrize("num_runs", [1, 5, 40])
+def test_places_find_their_runs(num_runs):
+    lens = np.random.default_rng(num_runs).integers(0, 4, num_runs)
+    of_places = np.append(np.repeat(np.arange(num_runs), lens), [num_runs] * 2)
+    found = run_of(jnp.cumsum(jnp.array(lens, jnp.int32)), jnp.arange(of_places.size, dtype=jnp.int32))
+    assert found.dtype == jnp.int32 and found.tolist() == of_places.tolist()
 
 
 def test_what_is_done_once_or_not_at_all():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import kvcache_jax as kv
+from kvcache_jax.core.backends import computed_once
 
 CALLS = []
 SIZES = dict(num_blocks=6, block_size=4, max_seqs=2, max_seq_len=16)
@@ -143,3 +144,14 @@ def test_registration_refuses_what_cannot_work():
         kv.backends.Backend("test: unmade", everywhere, write=3)
     of_xla = "decode, prefill, write, copy_blocks, read_blocks, write_blocks"
     assert str(NOTHING) == f"test: nothing: nothing; xla: {of_xla}"
+
+
+def test_what_has_many_readers_is_computed_once_on_cpus():
+    def num_computed(once):
+        def run(x):
+            values = once((x ^ 5) * 3)
+            return values + x, values * x, x[::-1] - values
+
+        return jax.jit(run).lower(jnp.arange(5, dtype=jnp.int32)).compile().as_text().count(" xor(")
+
+    assert (num_computed(lambda x: x), num_computed(computed_once)) == (3, 1)

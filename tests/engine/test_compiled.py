@@ -27,10 +27,10 @@ FORMS = {
 
 
 def fresh_engine(params, **options):
-    """An engine of a model that no program was compiled for."""
+    """An engine of a model that this process has no program for; on the disk there is that of others."""
 
-    def model(*arguments):
-        return forward(*arguments)
+    def model(params, tokens, cache, step, logits_at=None):
+        return forward(params, tokens, cache, step, logits_at)
 
     return lambda form: kv.Engine(model, form(params), config(num_blocks=11), **SIZES | options)
 
@@ -95,10 +95,10 @@ def test_a_push_does_not_wait_while_the_program_is_compiled():
         thread.join(timeout=10)
         waited.append(thread.is_alive())
 
-    def model(*arguments):
+    def model(params, tokens, cache, step, logits_at=None):
         if len(waited) < 1:
             from_elsewhere()
-        return forward(*arguments)
+        return forward(params, tokens, cache, step, logits_at)
 
     def note(event, duration_secs, **_):
         if "backend_compile" in event and len(waited) == 1:
