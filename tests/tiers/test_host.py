@@ -187,7 +187,7 @@ def test_what_does_not_pay_the_way_stays_on_the_host():
 
 
 def test_a_donated_step_copies_neither_the_pools_nor_what_the_host_has():
-    """One in which blocks are demoted and promoted; compilations for GPUs and TPUs have gates of their own."""
+    """One that demotes and promotes blocks; compilations for GPUs and TPUs have gates of their own."""
 
     def step(cache, tokens, lengths):
         cache, admission = kv.allocate(cache, np.arange(4), lengths, tokens=tokens)
