@@ -160,12 +160,23 @@ def test_blocks_are_demoted_down_to_a_limit(user):
     user.cache, num_demoted = kv.tiers.demote_to_utilization(user.cache, 0.25)
     assert int(num_demoted) == num_used - 2
     assert int(user.cache.control.block_pools[0].num_free) == 6
+    assert user.lookup(a) == 0  # before contents move
     user.admit(1, user.new_text(9, 3))
-    user.fill(1)  # contents move
+    user.fill(1)
     user.free(1)
     assert [user.lookup(text) for text in (a, b)] == [16, 16]
     user.cache, num_demoted = kv.tiers.demote_to_utilization(user.cache, 1.0)
     assert int(num_demoted) == 0
+
+
+def test_of_more_than_the_host_has_room_for_the_beginning_stays():
+    user = HostUser(dataclasses.replace(HOSTED, extras=[kv.tiers.Host(3)]))
+    a, b = user.new_text(1, 17), user.new_text(2, 3)
+    user.serve(a)
+    user.cache, num_demoted = kv.tiers.demote_to_utilization(user.cache, 0.0)
+    user.serve(b)
+    assert (int(num_demoted), int(user.host().num_cached)) == (4, 3)
+    assert user.lookup(a) == 12 and user.serve(a) == [12]
 
 
 def test_what_was_not_used_is_forgotten():
