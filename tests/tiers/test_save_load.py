@@ -359,7 +359,7 @@ class FailingStore(kv.tiers.MemoryStore):
     def get(self, keys):
         if "get" in self.calls:
             raise ConnectionError("connection refused")
-        return super().get(keys)
+        return [2**40, "text", [b"x"]][: len(keys)] if "no bytes" in self.calls else super().get(keys)
 
     def contains(self, keys):
         if "contains" in self.calls:
@@ -384,6 +384,9 @@ def test_a_store_that_fails_costs_hits_alone():
         "missing": 1,
         "the block before it is dropped": 2,
     }
+    store.calls = ("no bytes",)
+    cold.cache, report = kv.tiers.load(store, cold.cache, weights=W, prompts=[cold.new_text(1, 13)])
+    assert report.num_loaded == 0 and report.reasons["no bytes"] == 3
 
 
 def test_a_process_that_is_killed_while_it_saves(tmp_path):
