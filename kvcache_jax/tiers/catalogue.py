@@ -60,8 +60,12 @@ class Questions:
         return self._answers(self._store.contains, keys, default)
 
     def get(self, keys: Sequence[str]) -> list[Data | None]:
-        """Reads the value of each key."""
-        return self._answers(self._store.get, keys, None)
+        """Reads the value of each key; None for a miss, as what is no bytes counts."""
+        values = self._answers(self._store.get, keys, None)
+        found = [value if isinstance(value, Data.__value__) else None for value in values]
+        if num_others := found.count(None) - sum(value is None for value in values):
+            self.drop("no bytes", num_others)
+        return found
 
     def put(self, items: Sequence[tuple[str, Data]]) -> bool:
         """Writes values; returns whether the store says that it did."""

@@ -160,12 +160,60 @@ def test_blocks_are_demoted_down_to_a_limit(user):
     user.cache, num_demoted = kv.tiers.demote_to_utilization(user.cache, 0.25)
     assert int(num_demoted) == num_used - 2
     assert int(user.cache.control.block_pools[0].num_free) == 6
+    assert user.lookup(a) == 0  # before contents move
     user.admit(1, user.new_text(9, 3))
-    user.fill(1)  # contents move
+    user.fill(1)
     user.free(1)
     assert [user.lookup(text) for text in (a, b)] == [16, 16]
     user.cache, num_demoted = kv.tiers.demote_to_utilization(user.cache, 1.0)
     assert int(num_demoted) == 0
+
+
+def test_of_more_than_the_host_has_room_for_the_beginning_stays():
+    user = HostUser(dataclasses.replace(HOSTED, extras=[kv.tiers.Host(3)]))
+    a, b = user.new_text(1, 17), user.new_text(2, 3)
+    user.serve(a)
+    user.cache, num_demoted = kv.tiers.demote_to_utilization(user.cache, 0.0)
+    user.serve(b)
+    assert (int(num_demoted), int(user.host().num_cached)) == (4, 3)
+    assert user.lookup(a) == 12 and user.serve(a) == [12]
+
+
+def test_what_was_not_used_is_forgotten():
+    user = HostUser(dataclasses.replace(HOSTED, extras=[kv.tiers.Host(12, store_after=1)]))
+    a, b, c, d = texts_of(user, 1, 2, 3, 4)
+    assert user.serve(a, a, b, c, d) == [0, 16, 0, 0, 0]
+    assert user.host().num_demoted == user.host().num_cached == 4
+    assert [user.lookup(a), user.lookup(b)] == [16, 0] and user.serve(a) == [16]
+
+
+def test_what_does_not_pay_the_way_stays_on_the_host():
+    user = HostUser(dataclasses.replace(HOSTED, extras=[kv.tiers.Host(12, break_even=8)]))
+    a, b, c = texts_of(user, 1, 2, 3)
+    user.serve(a, b, c)
+    # Of the first text all is on the host, of the second one its end.
+    assert [user.lookup(a[:length]) for length in (5, 9, 17)] == [0, 8, 16]
+    assert user.lookup(b) == 12 and user.host().num_cached == 5
+    assert user.serve(b) == [12]
+
+
+def test_a_donated_step_copies_neither_the_pools_nor_what_the_host_has():
+    """One that demotes and promotes blocks; compilations for GPUs and TPUs have gates of their own."""
+
+    def step(cache, tokens, lengths):
+        cache, admission = kv.allocate(cache, np.arange(4), lengths, tokens=tokens)
+        cache, _ = append_tokens(cache, tokens, lengths - admission.num_cached)
+        cache, _ = kv.commit(cache)
+        return kv.free(cache, np.arange(4))[0]
+
+    layers, extras = [kv.FullAttention(2, 64)] * 2, [kv.tiers.Host(num_blocks=4096)]
+    config = dataclasses.replace(HOSTED, layers=layers, num_blocks=2048, extras=extras)
+    cache = kv.init(config)  # whose arrays say in which memory they are
+    program = kv.donate(step).lower(cache, np.zeros((4, 17), np.int32), np.zeros(4, np.int32)).compile()
+    memory = program.memory_analysis()
+    used = memory.temp_size_in_bytes + memory.host_temp_size_in_bytes
+    used += memory.output_size_in_bytes - memory.alias_size_in_bytes
+    assert used < min(x.nbytes for x in jax.tree.leaves((cache.pools, cache.kept))) / 16, used
 
 
 def test_a_row_that_fails_changes_nothing(user):

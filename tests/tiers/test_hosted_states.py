@@ -96,6 +96,84 @@ def test_hits_equal_those_of_one_cache_of_five_times_the_size(case):
         assert (two != alone).sum() > 20, (two != alone).sum()
 
 
+WIDTH = 6
+LIMIT = 16
+"""Of states in both tiers of a `TwoRows`."""
+
+
+class TwoRows:
+    """Two rows with a state at the end of each, without storage: 8 states on the device and 8 on the host."""
+
+    def __init__(self):
+        layers = [FULL, HashState(1, 1, num_blocks=LIMIT // 2)]
+        sizes = dict(num_blocks=60, block_size=1, max_seqs=2, max_seq_len=WIDTH, enable_prefix_caching=True)
+        options = dict(snapshots=kv.Snapshots(at_prompt_end=False), extras=[kv.tiers.Host(60)])
+        self.cache = kv.init(kv.CacheConfig(layers, **sizes, **options), storage=False)
+
+    def admit(self, row, prompt):
+        tokens = np.pad(prompt, (0, WIDTH - len(prompt)))[None]
+        self.cache, admission = kv.allocate(self.cache, [row], [len(prompt)], tokens=tokens)
+        return int(admission.num_cached[0]), int(admission.junction[0])
+
+    def append(self, row, new):
+        tokens, num_new = np.zeros((2, WIDTH), np.int32), np.zeros(2, np.int32)
+        tokens[row, : len(new)], num_new[row] = new, len(new)
+        self.cache, step = kv.extend(self.cache, num_new, max_new=WIDTH, tokens=tokens)
+        assert step.status[row] == kv.Status.OK
+
+    def end(self, row, is_end=True):
+        self.cache, _ = kv.free(kv.commit(self.cache, [row], is_end=is_end)[0], [row])
+        assert kv.check_invariants(self.cache) == []
+
+    def serve(self, texts, is_end=True):
+        for text in texts:
+            num_cached, _ = self.admit(0, text)
+            self.append(0, text[num_cached:])
+            self.end(0, is_end)
+
+    def has_states(self, texts):
+        """Whether a prompt that continues each text starts from its end."""
+        tokens = np.array([[*text, *[0] * (WIDTH - len(text))] for text in texts])
+        lengths = np.array([len(text) for text in texts])
+        return (np.asarray(kv.lookup(self.cache, tokens, lengths + 1)) == lengths).tolist()
+
+    def num_on_host(self):
+        [g] = self.cache.config.snapshot_groups
+        return int(self.cache.control.extras["host"].control.block_pools[g].cached.num_cached)
+
+
+TEXTS = [[10 + i, 50 + i, 90 + i] for i in range(20)]
+
+
+def test_states_that_went_with_their_prefix_leave_the_device_less():
+    """The host has more than its share of them then, and both tiers no more than one larger pool."""
+    rows = TwoRows()
+    rows.serve(TEXTS[:12])
+    cache, _ = kv.tiers.demote_to_utilization(rows.cache, 0.0)
+    rows.cache = cache.config.keeper.settle(cache)
+    assert rows.num_on_host() == 12
+    rows.serve(TEXTS[12:])
+    assert rows.has_states(TEXTS) == [False] * (20 - LIMIT) + [True] * LIMIT
+
+
+def test_a_state_on_the_host_is_asked_for():
+    """By a row that computes what another one answered meanwhile: it stays when both tiers are full."""
+    rows, text = TwoRows(), [1, 2, 3]
+    rows.serve([[*text, 4]], is_end=False)  # keys alone
+    assert rows.admit(1, [*text, 4]) == (0, 3)
+    rows.admit(0, text[:1])
+    rows.append(0, text[:1])
+    rows.append(0, text[1:])
+    rows.end(0)
+    rows.serve(TEXTS[:10])
+    assert rows.num_on_host() == 3 and rows.has_states([text]) == [True]
+    rows.append(1, [*text, 4])
+    rows.end(1)
+    rows.serve(TEXTS[10:])
+    # Two states are of the text, which is asked for, and of what continues it.
+    assert rows.has_states([text, *TEXTS]) == [True] + [False] * (22 - LIMIT) + [True] * (LIMIT - 2)
+
+
 FEW = dict(max_bytes=600)
 SCRIPTS = {
     "many kinds": config_of_states(3, num_blocks=28),

@@ -161,6 +161,8 @@ def test_a_namespace_alone():
         dict(block_size=2),
         dict(dtype="float16"),
         dict(layers=[kv.SlidingWindow(1, 5, window=4)] * 2),
+        dict(layers=[kv.FullAttention(2, 5)] * 2),
+        dict(layers=[kv.FullAttention(1, 6)] * 2),
     ],
     ids=str,
 )
@@ -199,6 +201,7 @@ def test_other_weights_find_nothing():
     digests = {
         W,
         kv.tiers.digest({"w": np.arange(3)}, "tokenizer"),
+        kv.tiers.digest({"w": np.arange(3)}, "tokenizes"),
         kv.tiers.digest({"w": np.arange(3)}, b"tokenizer"),
         kv.tiers.digest({"w": np.array([0, 1, 3])}),
         kv.tiers.digest({"v": np.arange(3)}),
@@ -208,7 +211,7 @@ def test_other_weights_find_nothing():
         kv.tiers.digest(params | {"b": np.nextafter(params["b"], np.float32(2))}),
         kv.tiers.digest(jax.tree.map(lambda x: x.astype("bfloat16"), params)),
     }
-    assert len(digests) == 10
+    assert len(digests) == 11
     assert kv.tiers.digest({"w": jax.numpy.arange(3, dtype=jax.numpy.int32)}) == kv.tiers.digest(
         {"w": np.arange(3, dtype=np.int32)}
     )
@@ -356,7 +359,7 @@ class FailingStore(kv.tiers.MemoryStore):
     def get(self, keys):
         if "get" in self.calls:
             raise ConnectionError("connection refused")
-        return super().get(keys)
+        return [2**40, "text", [b"x"]][: len(keys)] if "no bytes" in self.calls else super().get(keys)
 
     def contains(self, keys):
         if "contains" in self.calls:
@@ -381,19 +384,25 @@ def test_a_store_that_fails_costs_hits_alone():
         "missing": 1,
         "the block before it is dropped": 2,
     }
+    store.calls = ("no bytes",)
+    cold.cache, report = kv.tiers.load(store, cold.cache, weights=W, prompts=[cold.new_text(1, 13)])
+    assert report.num_loaded == 0 and report.reasons["no bytes"] == 3
 
 
 def test_a_process_that_is_killed_while_it_saves(tmp_path):
     """The puts of a `save`, in their order, by a process that ends at a random moment; 5 kills."""
-    kill_savers(tmp_path, 5)
+    kill_savers(kv.tiers.DirectoryStore, tmp_path, 5)
 
 
 @pytest.mark.slow
-def test_a_process_that_is_killed_at_50_moments(tmp_path):
-    kill_savers(tmp_path, 50)
+@pytest.mark.parametrize(
+    "make", [kv.tiers.DirectoryStore, kv.tiers.TensorStore], ids=lambda make: make.__name__
+)
+def test_a_process_that_is_killed_at_50_moments(tmp_path, make):
+    kill_savers(make, tmp_path, 50)
 
 
-def kill_savers(folder, times):
+def kill_savers(make, folder, times):
     texts = [(1, 21), (2, 21), (3, 21)]
     user = saved_user(*texts)
     store, report = saved(user)
@@ -411,7 +420,7 @@ def kill_savers(folder, times):
         cold.free(0, 1, 2)
         outcomes.add(sum(hits))
 
-    assert kill_writers(folder, store.items, times, check) > 0
+    assert kill_writers(make, folder, store.items, times, check) > 0
     assert len(outcomes) > 1
 
 
