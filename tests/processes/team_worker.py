@@ -320,6 +320,7 @@ def differing(size, _):
         "failure": lambda: told(model=raising),
         "calls": calls,
         "exit": exits,
+        "absent": lambda: make_engine(size, timeout_s=0.4),  # the other one is gone
     }
     for what, do in deeds.items():
         begun = time.monotonic()
@@ -329,6 +330,19 @@ def differing(size, _):
             print(json.dumps({what: str(error), "seconds": time.monotonic() - begun}), flush=True)
     if not is_other:
         os._exit(0)
+
+
+def stopped(size, _):
+    """The leader is stopped, and the store with it: process 1 waits for an order, process 2 is within one."""
+    team = kv.processes.DistributedTeam(timeout_s=TIMEOUT_S)
+    team.join(lambda order: time.sleep(1000 if jax.process_index() == 2 else 0))
+
+    def lead():
+        team.tell(0, "sleep")
+        time.sleep(2)
+        send_signal("STOP")
+
+    team.run(lead)
 
 
 def headless(size, _):

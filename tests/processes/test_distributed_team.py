@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -187,10 +188,10 @@ def test_an_error_in_the_model_of_one_process_is_named():
 @pytest.mark.slow
 def test_processes_that_differ_are_told_so():
     """All of it before anything is compiled, and within half a minute."""
-    found = run_workers(2, "differing:")
+    found = run_workers(2, "differing:", limit_s=240)
     code, lines, _ = found[LEADER]
     seconds = [line.pop("seconds") for line in lines]
-    assert max(seconds[-2:]) < 30, lines  # the others trace a program, and wait for nothing
+    assert max(seconds[-3:]) < 30, lines  # the others trace a program, and wait for nothing
     said, other = ({what: line[what] for line in found[rank][1] for what in line} for rank in (0, 1))
     program = "process 1 has other program than process 0, expected Engine with equal arguments, of equal"
     order = "expected the same calls in the same order in all processes"
@@ -202,8 +203,20 @@ def test_processes_that_differ_are_told_so():
         "failure": "process 1 fails in Engine, and this one does not: a file of the model is missing",
         "calls": f"process 1 calls run where process 0 calls set_params, {order}",
         "exit": f"process 1 calls exit where process 0 calls Engine, {order}",
+        "absent": f"process 1 has made no team for 4 s, {order}: it has ended, or is to make its team sooner",
     }
     assert other["program"].startswith("process 0 has other program than process 1, expected Engine")
+
+
+@pytest.mark.slow
+def test_the_others_end_with_a_sentence_where_the_leader_is_stopped():
+    """The store, which one asks for an order, answers no more; the other one sleeps, as if it compiled."""
+    found = run_workers(3, "stopped:", doomed=LEADER, limit_s=60)
+    [deed] = found[LEADER][1]
+    assert time.time() - deed["at"] < 30
+    for rank in (DOOMED, OTHER):
+        code, _, err = found[rank]
+        assert code == 70 and "process 0 has given no sign of life for 5 s, and what the others" in err, found
 
 
 @pytest.mark.slow
