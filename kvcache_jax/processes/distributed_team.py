@@ -113,6 +113,11 @@ class DistributedTeam(Team):
       events = team.run(lead)  # None in all processes but the leader
     """
 
+    remedy = (
+        "engine.reset() where all failed alike; else that all processes are started again, for a collective "
+        "that one has left stays closed"
+    )
+
     def __init__(self, *, timeout_s: float = 30.0, exits: bool = True):
         if not timeout_s > 0:
             raise ValueError(f"timeout_s is {timeout_s}, expected seconds above 0")
