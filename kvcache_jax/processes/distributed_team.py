@@ -54,7 +54,7 @@ def check_coordinator(address: str, process_id: int, *, timeout_s: float = 30.0)
       TimeoutError: there is no coordinator.
     """
     host, _, port = address.rpartition(":")
-    if not (host and port.isdigit()):
+    if not (host and port.isdigit() and 0 < int(port) < 2**16):
         raise ValueError(f"address is {address!r}, expected a host and a port such as 'host0:1234'")
     if process_id == _LEADER:
         try:
@@ -65,8 +65,9 @@ def check_coordinator(address: str, process_id: int, *, timeout_s: float = 30.0)
         return
     end = time.monotonic() + timeout_s
     while True:
+        left_s = max(end - time.monotonic(), _POLL_S)  # a host may answer nothing
         try:
-            return socket.create_connection((host, int(port)), timeout_s).close()
+            return socket.create_connection((host, int(port)), left_s).close()
         except OSError as error:
             if time.monotonic() >= end:
                 raise TimeoutError(

@@ -1,9 +1,11 @@
 """Engines on a mesh of several processes: they say what one says, and nothing hangs when one is lost."""
 
+import contextlib
 import dataclasses
 import json
 import os
 import pathlib
+import random
 import re
 import signal
 import socket
@@ -40,12 +42,15 @@ PLAIN = kv.CacheConfig(
 
 
 def free_port():
-    with socket.socket() as opened:
-        opened.bind(("127.0.0.1", 0))
-        return opened.getsockname()[1]
+    """Finds one among the ports that JAX chooses from under Slurm."""
+    for port in random.sample(range(2**16 - 2**12, 2**16), 100):
+        with contextlib.suppress(OSError), socket.socket() as opened:
+            opened.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no port is free")
 
 
-def run_processes(num, arguments, limit_s=400, doomed=DOOMED):
+def run_processes(num, arguments, variables=lambda *place: {}, limit_s=400, doomed=DOOMED):
     """Runs a command in `num` processes; returns their exit statuses, what each printed as JSON, and stderr.
 
     The doomed one may be stopped for ever: it is killed once the others have ended.
@@ -57,7 +62,7 @@ def run_processes(num, arguments, limit_s=400, doomed=DOOMED):
         subprocess.Popen(
             [sys.executable, *arguments(port, rank, num)],
             cwd=ROOT,
-            env=environment,
+            env=environment | variables(port, rank, num),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -228,11 +233,26 @@ def test_the_end_of_the_leader_ends_all():
     assert found[LEADER][0] == -signal.SIGKILL and found[DOOMED][0] == -signal.SIGABRT, found
 
 
+def slurm_variables(port, rank, num):
+    """What Slurm says to a task; JAX takes the coordinator's port from the number of the job."""
+    values = {"JOB_ID": port - (2**16 - 2**12), "STEP_NODELIST": "127.0.0.1", "NTASKS": num}
+    values |= {"PROCID": rank, "LOCALID": rank}
+    return {"JAX_PLATFORMS": "cpu"} | {f"SLURM_{name}": str(value) for name, value in values.items()}
+
+
+LAUNCHERS = {
+    "by hand": (lambda port, rank, num: [str(port), str(rank)], lambda *place: {}),
+    "by Slurm": (lambda *place: [], slurm_variables),
+}
+
+
 @pytest.mark.slow
-def test_the_program_of_the_guide_runs(tmp_path):
-    [program] = re.findall(r"```py\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_the_program_of_the_guide_runs(launcher, tmp_path):
+    program = re.findall(r"```py\n(.*?)```", GUIDE.read_text(), re.DOTALL)[0]
     (tmp_path / "program.py").write_text(program)
-    found = run_processes(2, lambda port, rank, num: [str(tmp_path / "program.py"), str(port), str(rank)])
+    words, variables = LAUNCHERS[launcher]
+    found = run_processes(2, lambda *place: [str(tmp_path / "program.py"), *words(*place)], variables)
     assert [code for code, *_ in found.values()] == [0, 0], found
     assert found[LEADER][1] == [{"0": [3, 4, 5], "1": [5, 6, 7, 8]}] and found[DOOMED][1] == []
     # Neither setting was made, and each is explained.
@@ -267,8 +287,26 @@ def test_a_coordinator_that_cannot_be_there_is_named():
     with pytest.raises(TimeoutError, match=f"process 1 found no coordinator at 127.0.0.1:{port} in 0.2 s"):
         check(f"127.0.0.1:{port}", DOOMED, timeout_s=0.2)
     check(f"127.0.0.1:{free_port()}", LEADER)
-    with pytest.raises(ValueError, match="address is 'host0', expected a host and a port such as 'host0:12"):
-        check("host0", LEADER)
+    for address in ("host0", "host0:", ":1234", "host0:0", "host0:65536"):
+        with pytest.raises(
+            ValueError, match=f"address is '{address}', expected a host and a port such as 'h"
+        ):
+            check(address, LEADER)
+
+
+def test_a_coordinator_is_looked_for_no_longer_than_asked(monkeypatch):
+    """Also where the host refuses at first, and then answers nothing."""
+
+    def connect(address, timeout):
+        asked.append(timeout)
+        time.sleep(0.2)
+        raise ConnectionRefusedError("refused")
+
+    asked = []
+    monkeypatch.setattr(socket, "create_connection", connect)
+    with pytest.raises(TimeoutError, match="found no coordinator at host0:1 in 1 s"):
+        kv.processes.check_coordinator("host0:1", DOOMED, timeout_s=1.0)
+    assert len(asked) > 2 and max(asked) <= 1 and asked[-1] < 0.9 and asked == sorted(asked)[::-1], asked
 
 
 class Board:
