@@ -31,13 +31,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import kvcache_jax as kv
 from kvcache_jax.arrays.sharding import put
-from kvcache_jax.core.state import Cache
 from models import checkpoint
 from tests.engine import exact_model
 from tests.engine.exact_engine import SIZES, expect, num_cached, serve
 from tests.engine.exact_model import DIM, make_params, random_request
 from tests.engine.exact_model import forward_of_halves as forward
 from tests.processes import rounding_model
+from tests.processes.router import Told
 from tests.processes.same_calls import CALLED, CALLS
 
 TIMEOUT_S, LONG_TIMEOUT_S = 5.0, 60.0
@@ -198,31 +198,6 @@ def forward_with_callback(params, tokens, cache, step, *, deed):
     return forward(params, tokens, cache, step)
 
 
-class KnownHashes(kv.processes.EventPublisher):
-    """A publisher whose events stay here: by shard the hashes that subscribers know."""
-
-    def __init__(self):
-        super().__init__("inproc://events")
-        self.known = {}
-
-    def publish(self, events, shard=0):
-        known = self.known.setdefault(shard, set())
-        for event in events:
-            if isinstance(event, kv.processes.BlockStored):
-                known.update(event.block_hashes)
-            else:
-                known.difference_update(getattr(event, "block_hashes", known))
-
-    def are_right(self, engine):
-        """Compares what subscribers know with the shards' indexes."""
-        for shard, control in enumerate(engine._device.controls()):
-            cache = Cache(control=control, pools=(), config=engine.config)
-            events = kv.processes.IndexFollower().update(cache)
-            assert self.known[shard] == {
-                each for event in events for each in getattr(event, "block_hashes", ())
-            }
-
-
 def attached(size, path, run):
     """New processes compute of prompts that others committed what a warm engine would, by a store.
 
@@ -239,11 +214,12 @@ def attached(size, path, run):
         team, engine = make_engine(size, model=exact_model.forward, axes=axes, timeout_s=LONG_TIMEOUT_S)
 
     def lead():
-        publisher, link = KnownHashes(), kv.tiers.AttachedStore(store, weights="w", timeout=60.0)
+        publisher, link = Told(), kv.tiers.AttachedStore(store, weights="w", timeout=60.0)
         engine.attach(link)
         engine.attach(publisher)
         cached = [num_cached(engine, mix) for mix in mixes]
-        publisher.are_right(engine)
+        publisher.check(engine)
+        assert publisher.num_removed > 0
         link.flush()
         assert not link.report().reasons and link.num_dropped == 0
         hits = int(engine.metrics()["vllm:external_prefix_cache_hits"])
