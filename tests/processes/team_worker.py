@@ -163,8 +163,16 @@ def between(size, name):
 
 
 def within(size, name):
-    """Process 1 gets a signal while a step is computed."""
-    serve_one_mix(*make_engine(size, model=functools.partial(forward_with_callback, deed=name)))
+    """Process 1 gets a signal while it computes a dispatch."""
+
+    def wait_and_send():
+        while all(flight.reports.is_ready() for flight in tuple(engine._device._in_flight)):
+            time.sleep(1e-4)
+        send_signal(name)
+
+    Doomed.at, Doomed.deed = (4,), staticmethod(lambda: threading.Thread(target=wait_and_send).start())
+    team, engine = make_engine(size, Doomed)
+    serve_one_mix(team, engine)
 
 
 def late(size, seconds):
@@ -175,23 +183,20 @@ def late(size, seconds):
 
 def raising(size, _):
     """A callback in the model of process 1 raises, in a step with a collective."""
-    model = functools.partial(forward_with_callback, deed="raise")
-    serve_one_mix(*make_engine(size, model=model), num_resets=1)
+    serve_one_mix(*make_engine(size, model=forward_with_callback), num_resets=1)
 
 
 num_calls = 0
 
 
-def forward_with_callback(params, tokens, cache, step, *, deed):
-    """The model with a step in which process 1 does something."""
+def forward_with_callback(params, tokens, cache, step):
+    """The model with a step in which a disk of process 1 is full."""
 
     def call(values):
         global num_calls
         num_calls += 1
         if num_calls == 40 and jax.process_index() == 1:
-            if deed == "raise":
-                raise OSError("a disk is full")
-            send_signal(deed)
+            raise OSError("a disk is full")
         return values
 
     tokens = jax.pure_callback(call, jax.ShapeDtypeStruct(tokens.shape, tokens.dtype), tokens)
