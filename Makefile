@@ -38,10 +38,10 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help .venv .venv-0112 .venv-aot .venv-aot-0112 .venv-tpu .venv-dist .venv-docs .venv-integrations .venv-fleet demo \
 	block-map test test-slow test-all test-0112 aot aot-newest aot-emulated aot-loops aot-steps aot-0112 aot-benchmark aot-tpu lint mutants bench \
-	dist docs integrations fleet clean distclean
+	dist docs integrations processes fleet clean distclean
 
 help:
-	@echo "make demo | block-map | test | test-all | lint | bench | mutants | test-0112 | aot | aot-tpu | dist | docs | integrations | fleet | .venv | clean | distclean"
+	@echo "make demo | block-map | test | test-all | lint | bench | mutants | test-0112 | aot | aot-tpu | dist | docs | integrations | processes | fleet | .venv | clean | distclean"
 
 demo: .venv
 	$(PY) -m experiments.decode
@@ -128,6 +128,11 @@ integrations: .venv-integrations
 	$(PY_INTEGRATIONS) -m tests.integrations.server $(BROWSER)
 	$(PY_INTEGRATIONS) -m tests.integrations.harness
 	$(PY_INTEGRATIONS) -m tests.integrations.trainer
+
+# Engines on meshes of two and three processes, of which some are stopped, killed, late or different; most of their time
+# they wait, for each other and for clocks.
+processes: .venv
+	$(PY) -m pytest -n $(WORKERS) -m slow tests/processes/test_distributed_team.py
 
 # Two replicas on Ray Serve, of which one is killed under load.
 fleet: .venv-fleet

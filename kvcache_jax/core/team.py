@@ -17,7 +17,12 @@ class Team:
     """The processes that run a loop's programs, each on its own devices of a mesh: here this one alone.
 
     One of them leads. What its programs start with, the others are told, and run the same programs.
+
+    Attributes:
+      remedy: What is expected where the device failed, and a loop's state is lost.
     """
+
+    remedy = "engine.reset(): all requests that have not ended go on"
 
     @property
     def is_leader(self) -> bool:

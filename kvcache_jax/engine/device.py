@@ -113,7 +113,7 @@ class Device:
             raise EngineFailed(str(self._failure)) from self._failure
         raise EngineFailed(
             "the device, or a callback in the model, failed and the engine's state is lost, expected "
-            "engine.reset(): all requests that have not ended go on"
+            f"{self._team.remedy}"
         ) from self._failure
 
     def begin(self, counters: np.ndarray) -> None:

@@ -31,6 +31,12 @@ _LEADER = 0
 _POLL_S = 0.0005
 _WAIT_MS = 500
 _KEPT_ORDERS = 256
+_TIMEOUTS_TO_COME = 10
+"""Within so many times `timeout_s` each process makes its team: what comes before may take long."""
+_SILENCE = (
+    "process {} has given no sign of life for {:g} s, and what the others compute with it is lost: start all "
+    "processes again"
+)
 _numbers = itertools.count()
 
 
@@ -48,7 +54,7 @@ def check_coordinator(address: str, process_id: int, *, timeout_s: float = 30.0)
       TimeoutError: there is no coordinator.
     """
     host, _, port = address.rpartition(":")
-    if not (host and port.isdigit()):
+    if not (host and port.isdigit() and 0 < int(port) < 2**16):
         raise ValueError(f"address is {address!r}, expected a host and a port such as 'host0:1234'")
     if process_id == _LEADER:
         try:
@@ -59,8 +65,9 @@ def check_coordinator(address: str, process_id: int, *, timeout_s: float = 30.0)
         return
     end = time.monotonic() + timeout_s
     while True:
+        left_s = max(end - time.monotonic(), _POLL_S)  # a host may answer nothing
         try:
-            return socket.create_connection((host, int(port)), timeout_s).close()
+            return socket.create_connection((host, int(port)), left_s).close()
         except OSError as error:
             if time.monotonic() >= end:
                 raise TimeoutError(
@@ -85,11 +92,12 @@ class DistributedTeam(Team):
     compiles for long, is not lost. The end of process 0 ends all at once: it has the coordination service.
 
     Args:
-      timeout_s: Seconds after which a process that gives no sign of life is lost.
+      timeout_s: Seconds after which a process that gives no sign of life is lost; ten times as long for one
+        that makes no team at all.
       exits: Where one is lost, followers write a sentence to stderr and end their process, with the exit
-        status 70, for a collective that hangs lets it end in no other way. The leader's engine raises
-        `EngineFailed`, so that it can save what it has; end it by `os._exit` then. False: followers raise
-        `ProcessLost`.
+        status 70, for a collective that hangs lets it end in no other way; after `timeout_s` more where a
+        call of the team looks at no clock, as while it compiles. The leader's engine raises `EngineFailed`,
+        so that it can save what it has; end it by `os._exit` then. False: followers raise `ProcessLost`.
 
     Raises:
       RuntimeError: `jax.distributed.initialize` was not called.
@@ -105,6 +113,11 @@ class DistributedTeam(Team):
 
       events = team.run(lead)  # None in all processes but the leader
     """
+
+    remedy = (
+        "engine.reset() where all failed alike; else that all processes are started again, for a collective "
+        "that one has left stays closed"
+    )
 
     def __init__(self, *, timeout_s: float = 30.0, exits: bool = True):
         if not timeout_s > 0:
@@ -126,12 +139,14 @@ class DistributedTeam(Team):
         self._call = 0, "DistributedTeam"  # number and name of the call that all processes make
         self._num_orders = self._num_agreed = self._first_order = 0
         self._lost: str | None = None
-        self._num_looks_lost = 0
+        self._num_looks_lost = self._num_calls = 0
+        self._made_at = time.monotonic()
         self._failed: dict[int, tuple[bytes, float]] = {}  # by process: its last error, and in which look
         self._signs: dict[int, tuple[bytes, float]] = {}  # by process: its last sign of life, and when
         of, stop = weakref.ref(self), threading.Event()
         watch = threading.Thread(target=_watch, args=(of, stop), daemon=True)
         watch.start()
+        threading.Thread(target=_watch_looks, args=(of, stop), daemon=True).start()
         atexit.register(_leave, of, stop, watch, client, self._key, timeout_s)
 
     @property
@@ -153,7 +168,8 @@ class DistributedTeam(Team):
         """
         self._call = self._call[0] + 1, "run"
         if not self.is_leader:
-            return self._follow()
+            with self._calling():
+                return self._follow()
         self._runs = True
         try:
             return lead()
@@ -185,6 +201,10 @@ class DistributedTeam(Team):
         """Compares what all processes know under the same names, in a call that each makes."""
         if not self._runs:
             self._call = self._call[0] + 1, call
+        with self._calling():
+            self._agree(call, what, marks)
+
+    def _agree(self, call: str, what: str, marks: Callable[[], Mapping[str, Any]]) -> None:
         key, me = f"{self._key}agree {self._num_agreed}/", jax.process_index()
         self._num_agreed += 1
         try:
@@ -236,6 +256,15 @@ class DistributedTeam(Team):
     def forget_failures(self) -> None:
         """Goes on after errors of other processes, with a state that is made anew."""
         self._first_order = self._num_orders
+
+    @contextlib.contextmanager
+    def _calling(self) -> Iterator[None]:
+        """Marks a call that cannot go on without the others."""
+        self._num_calls += 1
+        try:
+            yield
+        finally:
+            self._num_calls -= 1
 
     def _follow(self) -> None:
         """Obeys the leader's orders until it dismisses this process."""
@@ -322,13 +351,17 @@ class DistributedTeam(Team):
 
     def _look_for_lost(self, me: int, number: int, call: str) -> str | None:
         """Finds a process that is silent, or makes another call than this one; the names of calls count."""
+        limit_s = _TIMEOUTS_TO_COME * self._timeout_s
+        for process in {*range(jax.process_count())} - {me}:
+            if process not in self._signs and time.monotonic() - self._made_at > limit_s:
+                return (
+                    f"process {process} has made no team for {limit_s:g} s, expected the same calls in the "
+                    "same order in all processes: it has ended, or is to make its team sooner"
+                )
         for process, (sign, at) in self._signs.items():
             other_number, other_call, _ = sign.decode().split(" ")
             if time.monotonic() - at > self._timeout_s:
-                return (
-                    f"process {process} has given no sign of life for {self._timeout_s:g} s, and what the "
-                    "others compute with it is lost: start all processes again"
-                )
+                return _SILENCE.format(process, self._timeout_s)
             if int(other_number) == number and other_call != call:
                 return (
                     f"process {process} calls {other_call} where process {me} calls {call}, expected the "
@@ -384,6 +417,26 @@ def _watch(of: weakref.ref, stop: threading.Event) -> None:
         pause_s = team._pause_s
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # without the store there is nothing to see
             team._look()
+        del team
+        if stop.wait(pause_s):
+            return
+
+
+def _watch_looks(of: weakref.ref, stop: threading.Event) -> None:
+    """Counts in a follower how long a look lasts, and a call after the team is lost.
+
+    Where the leader is stopped, and the store with it, what asks it never returns. Pauses are counted, not
+    seconds, in which this process may have been stopped itself.
+    """
+    num_looks = num_same = num_lost = 0
+    while (team := of()) is not None and not team.is_leader:
+        pause_s, most = team._pause_s, team._timeout_s / team._pause_s
+        num_looks, num_same = team._num_looks, num_same + 1 if num_looks == team._num_looks else 0
+        if num_same > most:
+            team._lost = team._lost or _SILENCE.format(_LEADER, team._timeout_s)
+        num_lost = num_lost + 1 if team._lost and team._num_calls else 0
+        if num_lost > most and team._exits:
+            team._end()
         del team
         if stop.wait(pause_s):
             return

@@ -17,6 +17,7 @@ from kvcache_jax.engine import Attachment
 from tests.engine import exact_model
 from tests.engine.exact_engine import SIZES, ask, linked, num_cached
 from tests.engine.exact_model import DIM, make_params, random_request
+from tests.processes.router import Told
 from tests.support.helpers import leaf_bytes
 
 PLAIN = kv.CacheConfig(
@@ -77,17 +78,17 @@ def engine_on(mesh, *attached):
     return engine
 
 
-def held_by(engine, shard):
-    """The events that list the index of a shard."""
+def hashes_held_by(engine, shard):
+    """The hashes of the blocks in a shard's index."""
     cache = jax.tree.map(lambda x: x[shard], jax.device_get(engine.state.cache))
-    return kv.processes.IndexFollower().update(cache)
+    return {each for event in kv.processes.IndexFollower().update(cache) for each in event.block_hashes}
 
 
 @pytest.mark.slow
 def test_an_engine_on_a_mesh_and_a_store():
     """Rows, heads and tokens of blocks are split over 8 devices; a store has whole blocks."""
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), ("rows", "heads", "context"))
-    store, reader, publisher = kv.tiers.MemoryStore(), Reader(), Published()
+    store, reader, publisher = kv.tiers.MemoryStore(), Reader(), Told()
     link = linked(store)
     engine = reader.engine = engine_on(mesh, link, reader, publisher)
     # Each goes to the shard with the fewest tokens, the same one again.
@@ -98,8 +99,8 @@ def test_an_engine_on_a_mesh_and_a_store():
     assert warm == 4 * 8 and reader.num_read > 0
     rng = np.random.default_rng(2)
     num_cached(engine, [random_request(rng, i) for i in range(20)])
-    for shard in range(2):
-        assert publisher.known[shard] == publisher.hashes_of(held_by(engine, shard))
+    publisher.check(engine)
+    assert len(publisher.routers) == 2 and publisher.num_removed > 0
     link.flush()
     assert link.close() and link.num_dropped == 0 and not link.report().reasons
 
@@ -108,33 +109,13 @@ def test_an_engine_on_a_mesh_and_a_store():
     assert num_cached(engine, requests) == warm
     assert engine.metrics()["vllm:external_prefix_cache_hits"] == warm
     assert link.close() and not link.report().reasons
-    one, other = (publisher.hashes_of(held_by(engine, shard)) for shard in range(2))
+    one, other = (hashes_held_by(engine, shard) for shard in range(2))
     assert len(one) == len(other) and not one & other
     # One device reads what a mesh wrote.
     cache, report = kv.tiers.load(store, kv.init(PLAIN), weights="w", prompts=prompts)
     assert report.num_loaded == 4 * 2 and not report.reasons
     hits = [int(kv.lookup(cache, np.array([prompt]), [12])[0]) for prompt in prompts]
     assert hits == [8] * 4
-
-
-class Published(kv.processes.EventPublisher):
-    """A publisher whose events stay here: by rank the hashes that subscribers know."""
-
-    def __init__(self):
-        super().__init__("inproc://events")
-        self.known = {0: set(), 1: set()}
-
-    def publish(self, events, shard=0):
-        for event in events:
-            if isinstance(event, kv.processes.BlockStored):
-                self.known[shard].update(event.block_hashes)
-            elif isinstance(event, kv.processes.BlockRemoved):
-                self.known[shard].difference_update(event.block_hashes)
-            else:
-                self.known[shard].clear()
-
-    def hashes_of(self, events):
-        return {each for event in events for each in getattr(event, "block_hashes", ())}
 
 
 def test_the_control_state_of_all_shards_is_gathered_at_once():

@@ -1,8 +1,11 @@
 """A router by the events of one replica, and the same of the cache itself, both in texts."""
 
+import collections
+
 import numpy as np
 
-from kvcache_jax.processes import AllBlocksCleared, BlockRemoved, BlockStored
+from kvcache_jax.core.state import Cache
+from kvcache_jax.processes import AllBlocksCleared, BlockRemoved, BlockStored, EventPublisher
 
 
 class Router:
@@ -92,3 +95,22 @@ def texts_of(cache):
                     by_serial[int(serial[b])] = texts["CPU", b]
             waiting = [b for b in waiting if b not in known]
     return sorted(found)
+
+
+class Told(EventPublisher):
+    """A publisher for an engine on a mesh, whose events stay here: by shard a router that applies them."""
+
+    def __init__(self):
+        super().__init__("inproc://events")
+        self.routers = collections.defaultdict(Router)
+        self.num_removed = 0
+
+    def publish(self, events, shard=0):
+        self.routers[shard].apply(events)
+        self.num_removed += sum(isinstance(event, BlockRemoved) for event in events)
+
+    def check(self, engine):
+        """Compares what routers know with the shards' indexes."""
+        for shard, control in enumerate(engine._device.controls()):
+            cache = Cache(control=control, pools=(), config=engine.config)
+            assert self.routers[shard].texts() == texts_of(cache) != [], shard

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from typing import Any
+from unittest import mock
 
 os.environ["XLA_FLAGS"] = (
     "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0 "
@@ -25,17 +26,18 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import numpy as np
+from jax._src import compiler, distributed
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import kvcache_jax as kv
 from kvcache_jax.arrays.sharding import put
-from kvcache_jax.core.state import Cache
 from models import checkpoint
 from tests.engine import exact_model
 from tests.engine.exact_engine import SIZES, expect, num_cached, serve
 from tests.engine.exact_model import DIM, make_params, random_request
 from tests.engine.exact_model import forward_of_halves as forward
 from tests.processes import rounding_model
+from tests.processes.router import Told
 from tests.processes.same_calls import CALLED, CALLS
 
 TIMEOUT_S, LONG_TIMEOUT_S = 5.0, 60.0
@@ -71,9 +73,9 @@ def make_engine(
 
 
 def mixes(size, num):
-    """Mixes one after the other; between them weights change, and the memory is given back and taken."""
+    """Mixes one after the other; weights change, memory is given back and taken, requests are cancelled."""
     team, engine = make_engine(size, timeout_s=LONG_TIMEOUT_S)
-    rng, num_done = np.random.default_rng(5), 0
+    rng, num_done, num_cancelled = np.random.default_rng(5), 0, []
     for round_ in range(int(num)):
         shift = round_ // 2 % 2
         if round_ % 2 == 0 and round_:
@@ -90,6 +92,13 @@ def mixes(size, num):
                 engine.push(requests[:num_before])
                 engine.drain(2)
                 engine.reset()
+            elif round_ % 8 == 7:
+                engine.push(requests[:num_before])
+                engine.drain(2)
+                engine.take_events()
+                num_cancelled.append(sum(engine.cancel(request.id) for request in requests[:num_before]))
+                del requests[:num_before]
+                num_before = 0
             else:
                 num_before = 0
             expect(serve(engine, requests[num_before:]), requests, shift=shift)
@@ -98,7 +107,8 @@ def mixes(size, num):
         num_done += team.run(lead) or 0
     if team.is_leader:
         counts = engine.figures().counts
-        print(json.dumps({"requests": num_done, "preemptions": counts[kv.engine.Counter.PREEMPTIONS]}))
+        preemptions = counts[kv.engine.Counter.PREEMPTIONS]
+        print(json.dumps({"requests": num_done, "preemptions": preemptions, "cancelled": sum(num_cancelled)}))
     invariant = functools.partial(make_engine, size, lambda **_: team, rounding_model.forward)
     engine = invariant(params=rounding_model.make_params(), batch_invariant=True)[1]
     said = team.run(lambda: rounding_model.bits_of(engine, rounding_model.REQUESTS))
@@ -127,17 +137,20 @@ def send_signal(name):
     os.kill(os.getpid(), getattr(signal, f"SIG{name}"))
 
 
-def serve_one_mix(team, engine):
+def serve_one_mix(team, engine, num_resets=0):
     """Ends as it should, or says why not, and ends the process at once, for a collective may hang."""
     requests = [random_request(np.random.default_rng(7), i) for i in range(20)]
 
     def lead():
-        try:
-            expect(serve(engine, requests), requests)
-        except kv.engine.EngineFailed as error:
-            cause = repr(error.__cause__)
-            print(json.dumps({"failed": str(error), "cause": cause, "at": time.time()}), flush=True)
-            os._exit(3)
+        for num_left in reversed(range(1 + num_resets)):
+            try:
+                expect(serve(engine, requests if num_left == num_resets else []), requests)
+            except kv.engine.EngineFailed as error:
+                cause = repr(error.__cause__)
+                print(json.dumps({"failed": str(error), "cause": cause, "at": time.time()}), flush=True)
+                if not num_left:
+                    os._exit(3)
+                engine.reset()
         return len(requests)
 
     print(json.dumps({"requests": team.run(lead)}))
@@ -150,8 +163,16 @@ def between(size, name):
 
 
 def within(size, name):
-    """Process 1 gets a signal while a step is computed."""
-    serve_one_mix(*make_engine(size, model=functools.partial(forward_with_callback, deed=name)))
+    """Process 1 gets a signal while it computes a dispatch."""
+
+    def wait_and_send():
+        while all(flight.reports.is_ready() for flight in tuple(engine._device._in_flight)):
+            time.sleep(1e-4)
+        send_signal(name)
+
+    Doomed.at, Doomed.deed = (4,), staticmethod(lambda: threading.Thread(target=wait_and_send).start())
+    team, engine = make_engine(size, Doomed)
+    serve_one_mix(team, engine)
 
 
 def late(size, seconds):
@@ -161,52 +182,25 @@ def late(size, seconds):
 
 
 def raising(size, _):
-    """A callback in the model of process 1 raises."""
-    serve_one_mix(*make_engine(size, model=functools.partial(forward_with_callback, deed="raise")))
+    """A callback in the model of process 1 raises, in a step with a collective."""
+    serve_one_mix(*make_engine(size, model=forward_with_callback), num_resets=1)
 
 
 num_calls = 0
 
 
-def forward_with_callback(params, tokens, cache, step, *, deed):
-    """The model with a step in which process 1 does something."""
+def forward_with_callback(params, tokens, cache, step):
+    """The model with a step in which a disk of process 1 is full."""
 
     def call(values):
         global num_calls
         num_calls += 1
         if num_calls == 40 and jax.process_index() == 1:
-            if deed == "raise":
-                raise OSError("a disk is full")
-            send_signal(deed)
+            raise OSError("a disk is full")
         return values
 
     tokens = jax.pure_callback(call, jax.ShapeDtypeStruct(tokens.shape, tokens.dtype), tokens)
     return forward(params, tokens, cache, step)
-
-
-class KnownHashes(kv.processes.EventPublisher):
-    """A publisher whose events stay here: by shard the hashes that subscribers know."""
-
-    def __init__(self):
-        super().__init__("inproc://events")
-        self.known = {}
-
-    def publish(self, events, shard=0):
-        known = self.known.setdefault(shard, set())
-        for event in events:
-            if isinstance(event, kv.processes.BlockStored):
-                known.update(event.block_hashes)
-            else:
-                known.difference_update(getattr(event, "block_hashes", known))
-
-    def are_right(self, engine):
-        """Compares what subscribers know with the shards' indexes."""
-        for shard, control in enumerate(engine._device.controls()):
-            cache = Cache(control=control, pools=(), config=engine.config)
-            events = kv.processes.IndexFollower().update(cache)
-            assert self.known[shard] == {
-                each for event in events for each in getattr(event, "block_hashes", ())
-            }
 
 
 def attached(size, path, run):
@@ -225,11 +219,12 @@ def attached(size, path, run):
         team, engine = make_engine(size, model=exact_model.forward, axes=axes, timeout_s=LONG_TIMEOUT_S)
 
     def lead():
-        publisher, link = KnownHashes(), kv.tiers.AttachedStore(store, weights="w", timeout=60.0)
+        publisher, link = Told(), kv.tiers.AttachedStore(store, weights="w", timeout=60.0)
         engine.attach(link)
         engine.attach(publisher)
         cached = [num_cached(engine, mix) for mix in mixes]
-        publisher.are_right(engine)
+        publisher.check(engine)
+        assert publisher.num_removed > 0
         link.flush()
         assert not link.report().reasons and link.num_dropped == 0
         hits = int(engine.metrics()["vllm:external_prefix_cache_hits"])
@@ -312,6 +307,10 @@ def differing(size, _):
             raise OSError(f"process 1 ends by an error of its own, of which {team} is not told")
         make_engine(size)
 
+    def absent():  # the other one is gone
+        end_after(60)
+        make_engine(size, timeout_s=0.4)
+
     limits = dataclasses.replace(SIZES["limits"], max_requests=7 + is_other)
     deeds = {
         "params": lambda: make_engine(size, params=make_params(int(is_other))),
@@ -320,6 +319,7 @@ def differing(size, _):
         "failure": lambda: told(model=raising),
         "calls": calls,
         "exit": exits,
+        "absent": absent,
     }
     for what, do in deeds.items():
         begun = time.monotonic()
@@ -331,12 +331,46 @@ def differing(size, _):
         os._exit(0)
 
 
+def stopped(size, _):
+    """The leader is stopped, and the store with it: process 1 waits for an order, process 2 is within one."""
+    team = kv.processes.DistributedTeam(timeout_s=TIMEOUT_S)
+    team.join(lambda order: time.sleep(1000 if jax.process_index() == 2 else 0))
+
+    if not team.is_leader:
+        end_after(40)
+
+    def lead():
+        team.tell(0, "sleep")
+        time.sleep(2)
+        send_signal("STOP")
+
+    team.run(lead)
+
+
 def headless(size, _):
     """The leader is killed: the coordination service was in it."""
     team = kv.processes.DistributedTeam()
     if team.is_leader:
         send_signal("KILL")
     team.run(lambda: None)
+
+
+def keep_compiled():
+    """Lets followers keep compiled programs for the next test, too; by jax the leader alone does."""
+    write = compiler._cache_write
+
+    def write_as_leader(*args):
+        with mock.patch.object(distributed.global_state, "process_id", 0):
+            write(*args)
+
+    compiler._cache_write = write_as_leader
+
+
+def end_after(seconds):
+    """Ends this process, where it waits for ever."""
+    timer = threading.Timer(seconds, os._exit, [8])
+    timer.daemon = True
+    timer.start()
 
 
 def end_with(parent):
@@ -350,6 +384,7 @@ def main(port, rank, size, mode):
     threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{port}", size, rank, heartbeat_timeout_seconds=60)
+    keep_compiled()
     name, *words = mode.split(":")
     globals()[name](size, *words)
 

@@ -1,14 +1,17 @@
 """Engines on a mesh of several processes: they say what one says, and nothing hangs when one is lost."""
 
+import contextlib
 import dataclasses
 import json
 import os
 import pathlib
+import random
 import re
 import signal
 import socket
 import subprocess
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -39,12 +42,15 @@ PLAIN = kv.CacheConfig(
 
 
 def free_port():
-    with socket.socket() as opened:
-        opened.bind(("127.0.0.1", 0))
-        return opened.getsockname()[1]
+    """Finds one among the ports that JAX chooses from under Slurm."""
+    for port in random.sample(range(2**16 - 2**12, 2**16), 100):
+        with contextlib.suppress(OSError), socket.socket() as opened:
+            opened.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no port is free")
 
 
-def run_processes(num, arguments, limit_s=400, doomed=DOOMED):
+def run_processes(num, arguments, variables=lambda *place: {}, limit_s=400, doomed=DOOMED):
     """Runs a command in `num` processes; returns their exit statuses, what each printed as JSON, and stderr.
 
     The doomed one may be stopped for ever: it is killed once the others have ended.
@@ -56,7 +62,7 @@ def run_processes(num, arguments, limit_s=400, doomed=DOOMED):
         subprocess.Popen(
             [sys.executable, *arguments(port, rank, num)],
             cwd=ROOT,
-            env=environment,
+            env=environment | variables(port, rank, num),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -86,14 +92,14 @@ def run_workers(num, mode, **options):
 
 @pytest.mark.slow
 def test_random_mixes_say_what_each_request_says_alone():
-    """Between them weights change, the memory is given back and taken, and the engine is reset.
+    """Between them weights change, memory is given back and taken, the engine is reset, requests are ended.
 
     In batch-invariant mode the bits are the same as in one process, where the requests come in another order.
     """
-    found = run_workers(2, "mixes:32")
+    found = run_workers(2, "mixes:200")
     assert [code for code, *_ in found.values()] == [0, 0], found
     counts, said = found[LEADER][1]
-    assert counts["requests"] > 100 and counts["preemptions"] > 3
+    assert counts["requests"] > 800 and counts["preemptions"] > 100 and counts["cancelled"] > 20, counts
     assert found[DOOMED][1] == []
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("rows", "heads"))
     engine = kv.Engine(
@@ -178,9 +184,11 @@ def test_all_processes_end_well_where_one_takes_long_to_sign_off():
 
 @pytest.mark.slow
 def test_an_error_in_the_model_of_one_process_is_named():
+    """A reset is of no use then, and it is said what is."""
     found = run_workers(2, "raising:")
-    code, [said], _ = found[LEADER]
+    code, (said, again), _ = found[LEADER]
     assert code == 3 and said["failed"] == "process 1 failed: OSError: a disk is full"
+    assert "expected engine.reset() where all failed alike; else that all processes are s" in again["failed"]
     assert "Traceback" in found[DOOMED][2] and "OSError: a disk is full" in found[DOOMED][2]
 
 
@@ -190,7 +198,7 @@ def test_processes_that_differ_are_told_so():
     found = run_workers(2, "differing:")
     code, lines, _ = found[LEADER]
     seconds = [line.pop("seconds") for line in lines]
-    assert max(seconds[-2:]) < 30, lines  # the others trace a program, and wait for nothing
+    assert max(seconds[-3:]) < 30, lines  # the others trace a program, and wait for nothing
     said, other = ({what: line[what] for line in found[rank][1] for what in line} for rank in (0, 1))
     program = "process 1 has other program than process 0, expected Engine with equal arguments, of equal"
     order = "expected the same calls in the same order in all processes"
@@ -202,8 +210,20 @@ def test_processes_that_differ_are_told_so():
         "failure": "process 1 fails in Engine, and this one does not: a file of the model is missing",
         "calls": f"process 1 calls run where process 0 calls set_params, {order}",
         "exit": f"process 1 calls exit where process 0 calls Engine, {order}",
+        "absent": f"process 1 has made no team for 4 s, {order}: it has ended, or is to make its team sooner",
     }
     assert other["program"].startswith("process 0 has other program than process 1, expected Engine")
+
+
+@pytest.mark.slow
+def test_the_others_end_with_a_sentence_where_the_leader_is_stopped():
+    """The store, which one asks for an order, answers no more; the other one sleeps, as if it compiled."""
+    found = run_workers(3, "stopped:", doomed=LEADER, limit_s=60)
+    [deed] = found[LEADER][1]
+    assert time.time() - deed["at"] < 30
+    for rank in (DOOMED, OTHER):
+        code, _, err = found[rank]
+        assert code == 70 and "process 0 has given no sign of life for 5 s, and what the others" in err, found
 
 
 @pytest.mark.slow
@@ -213,11 +233,26 @@ def test_the_end_of_the_leader_ends_all():
     assert found[LEADER][0] == -signal.SIGKILL and found[DOOMED][0] == -signal.SIGABRT, found
 
 
+def slurm_variables(port, rank, num):
+    """What Slurm says to a task; JAX takes the coordinator's port from the number of the job."""
+    values = {"JOB_ID": port - (2**16 - 2**12), "STEP_NODELIST": "127.0.0.1", "NTASKS": num}
+    values |= {"PROCID": rank, "LOCALID": rank}
+    return {"JAX_PLATFORMS": "cpu"} | {f"SLURM_{name}": str(value) for name, value in values.items()}
+
+
+LAUNCHERS = {
+    "by hand": (lambda port, rank, num: [str(port), str(rank)], lambda *place: {}),
+    "by Slurm": (lambda *place: [], slurm_variables),
+}
+
+
 @pytest.mark.slow
-def test_the_program_of_the_guide_runs(tmp_path):
-    [program] = re.findall(r"```py\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_the_program_of_the_guide_runs(launcher, tmp_path):
+    program = re.findall(r"```py\n(.*?)```", GUIDE.read_text(), re.DOTALL)[0]
     (tmp_path / "program.py").write_text(program)
-    found = run_processes(2, lambda port, rank, num: [str(tmp_path / "program.py"), str(port), str(rank)])
+    words, variables = LAUNCHERS[launcher]
+    found = run_processes(2, lambda *place: [str(tmp_path / "program.py"), *words(*place)], variables)
     assert [code for code, *_ in found.values()] == [0, 0], found
     assert found[LEADER][1] == [{"0": [3, 4, 5], "1": [5, 6, 7, 8]}] and found[DOOMED][1] == []
     # Neither setting was made, and each is explained.
@@ -252,8 +287,26 @@ def test_a_coordinator_that_cannot_be_there_is_named():
     with pytest.raises(TimeoutError, match=f"process 1 found no coordinator at 127.0.0.1:{port} in 0.2 s"):
         check(f"127.0.0.1:{port}", DOOMED, timeout_s=0.2)
     check(f"127.0.0.1:{free_port()}", LEADER)
-    with pytest.raises(ValueError, match="address is 'host0', expected a host and a port such as 'host0:12"):
-        check("host0", LEADER)
+    for address in ("host0", "host0:", ":1234", "host0:0", "host0:65536"):
+        with pytest.raises(
+            ValueError, match=f"address is '{address}', expected a host and a port such as 'h"
+        ):
+            check(address, LEADER)
+
+
+def test_a_coordinator_is_looked_for_no_longer_than_asked(monkeypatch):
+    """Also where the host refuses at first, and then answers nothing."""
+
+    def connect(address, timeout):
+        asked.append(timeout)
+        time.sleep(0.2)
+        raise ConnectionRefusedError("refused")
+
+    asked = []
+    monkeypatch.setattr(socket, "create_connection", connect)
+    with pytest.raises(TimeoutError, match="found no coordinator at host0:1 in 1 s"):
+        kv.processes.check_coordinator("host0:1", DOOMED, timeout_s=1.0)
+    assert len(asked) > 2 and max(asked) <= 1 and asked[-1] < 0.9 and asked == sorted(asked)[::-1], asked
 
 
 class Board:
