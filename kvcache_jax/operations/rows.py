@@ -18,6 +18,7 @@ from jax.typing import ArrayLike
 from kvcache_jax.arrays.masked_updates import any_of, get_at, min_at, quotient
 from kvcache_jax.arrays.sharding import as_varied
 from kvcache_jax.blocks import block_pool
+from kvcache_jax.core.backends import computed_once
 from kvcache_jax.core.cache_form import is_traced
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import BlockPool, Cache, Control, mark_used, row_fields, row_len
@@ -130,6 +131,8 @@ def needs_of(
     ref_count: jax.Array,  # i32[num_blocks], owners of the blocks
 ) -> RowNeeds:
     """Counts the blocks that each row lacks by itself for `num_new` tokens; none for 0."""
+    # Apart from what is before and after it, this is the same code at each call, and is compiled once.
+    entries, context_len, num_new, ref_count = computed_once((entries, context_len, num_new, ref_count))
     columns, order = (lax.broadcasted_iota(jnp.int32, entries.shape, axis) for axis in (1, 0))
     first = group.num_columns(context_len)[:, None]
     end = group.num_columns(context_len + num_new)[:, None]
@@ -138,7 +141,8 @@ def needs_of(
     tail = get_at(entries, (order[:, 0], column), pool.num_blocks)
     is_kept = (get_at(ref_count, tail, 0) > 1) | block_pool.is_published(pool, tail)
     copies = (num_new > 0) & is_partial & is_kept
-    return RowNeeds(jnp.sum(is_new, axis=1, dtype=jnp.int32) + copies.astype(jnp.int32), copies)
+    num_blocks = jnp.sum(is_new, axis=1, dtype=jnp.int32) + copies.astype(jnp.int32)
+    return computed_once(RowNeeds(num_blocks, copies))
 
 
 def token_blocks(pool: BlockPool, group: LayerGroup, control: Control, seq_ids: jax.Array) -> jax.Array:

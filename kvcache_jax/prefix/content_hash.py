@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kvcache_jax.core.backends import computed_once
+
 # Two hashes of 32 bits, on the last axis, each with a multiplier of its own.
 _ODD = (0x9E3779B1, 0x85EBCA77)
 
@@ -21,7 +23,7 @@ def root_hash(hash_key: jax.Array, namespace: jax.Array) -> jax.Array:
     )
     for word in range(4):
         value = _mix(value ^ namespace[..., word, None]) * odd
-    return value
+    return computed_once(value)
 
 
 def block_hashes(hash_key: jax.Array, tokens: jax.Array, first_position: jax.Array) -> jax.Array:
