@@ -22,7 +22,8 @@ class DirectoryStore:
     """A store that keeps each value as a file, under folders of two letters.
 
     A file is written under a temporary name and renamed, so that readers see a whole value whatever happens
-    to the writer. It is read as mapped memory. Several processes may share the directory.
+    to the writer. It is read as mapped memory, which a file that something else cuts short meanwhile is not:
+    that ends the process. Several processes may share the directory.
 
     Attributes:
       path: The directory: a new or empty one, or one that a `DirectoryStore` made.

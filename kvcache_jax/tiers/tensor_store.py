@@ -111,7 +111,10 @@ class TensorStore:
                 pairs = self._put_some(pairs)
 
     def remove(self, keys: Sequence[str]) -> None:
-        """Removes values; keys without one are skipped."""
+        """Removes values; keys without one are skipped.
+
+        With a limit, one that another process reads meanwhile may come back, by its move to the newer half.
+        """
         for values, _ in self._places():
             found = self._are_in(values, [*map(checked_key, keys)])
             # Of a database also a transaction that changes nothing may take room.
