@@ -1,4 +1,4 @@
-"""A store that does what stores must not do, by chance."""
+"""Stores that do what stores must not do: by chance, or in every call."""
 
 import numpy as np
 
@@ -76,3 +76,26 @@ class LyingStore:
     def arrive(self):
         while self.late and self.rng.random() < 0.5:
             self.inner.put(self.late.pop(int(self.rng.integers(len(self.late)))))
+
+
+class FailingStore(kv.tiers.MemoryStore):
+    """A store that is down, has no room, or gives no bytes."""
+
+    def __init__(self, *calls):
+        super().__init__()
+        self.calls = calls
+
+    def put(self, items):
+        if "put" in self.calls:
+            raise OSError(28, "No space left on device")
+        super().put(items)
+
+    def get(self, keys):
+        if "get" in self.calls:
+            raise ConnectionError("connection refused")
+        return [2**40, "text", [b"x"]][: len(keys)] if "no bytes" in self.calls else super().get(keys)
+
+    def contains(self, keys):
+        if "contains" in self.calls:
+            raise TimeoutError("timed out")
+        return super().contains(keys)

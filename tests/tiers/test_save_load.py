@@ -11,6 +11,7 @@ from kvcache_jax.tiers import load_blocks
 from kvcache_jax.tiers.stored_block import config_digest, pack, unpack
 from tests.support.helpers import assert_invariants, leaf_bytes
 from tests.support.prefix_user import CONFIG, TENANT_A, TENANT_B, PrefixUser
+from tests.tiers.lying_store import FailingStore
 from tests.tiers.store_writers import RecordingStore, kill_writers
 
 pytestmark = pytest.mark.contract
@@ -342,29 +343,6 @@ def test_values_whose_headers_lie():
     ):
         store.put([(key, data)])
         assert restarted(store)[1].reasons == {reason: 1}
-
-
-class FailingStore(kv.tiers.MemoryStore):
-    """A store that is down, or has no room."""
-
-    def __init__(self, *calls):
-        super().__init__()
-        self.calls = calls
-
-    def put(self, items):
-        if "put" in self.calls:
-            raise OSError(28, "No space left on device")
-        super().put(items)
-
-    def get(self, keys):
-        if "get" in self.calls:
-            raise ConnectionError("connection refused")
-        return [2**40, "text", [b"x"]][: len(keys)] if "no bytes" in self.calls else super().get(keys)
-
-    def contains(self, keys):
-        if "contains" in self.calls:
-            raise TimeoutError("timed out")
-        return super().contains(keys)
 
 
 def test_a_store_that_fails_costs_hits_alone():
