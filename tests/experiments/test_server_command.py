@@ -295,17 +295,22 @@ def test_when_the_server_ends_clients_hear_of_it_at_once_and_their_requests_end(
 
 def test_an_engine_that_cannot_be_reset_is_reset_again(scripted):
     engine, thread = scripted
-    failed = kv.engine.EngineFailed
+    failed, fail = kv.engine.EngineFailed, engine.fail
     engine.failures += [failed("in a drain"), failed("in a reset")]
+
+    def end_in_the_second_drain(call):
+        fail(call)
+        if engine.calls.count("drain") == 2:
+            engine.end("a")
+
+    engine.fail = end_in_the_second_drain
 
     async def serve():
         channel = channel_of(thread, "a")
         assert await thread.submit(channel)
         engine.gate.set()
-        await until(lambda: engine.calls.count("drain") > 1)
-        assert engine.calls[1:5] == ["drain", "reset", "reset", "drain"]
-        engine.end("a")
         assert await all_of(channel) == [("a", "length")]
+        assert engine.calls[1:5] == ["drain", "reset", "reset", "drain"]
 
     run(serve())
     assert thread.end is None
