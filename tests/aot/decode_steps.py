@@ -205,7 +205,7 @@ STEPS = (
     _GENERATE(SINGLE, limits=Limits(launches=300)),
     _ENGINE(STACK, limits=Limits(launches=503, waits=4, num_driven=7, traffic=2.7)),
     _ENGINE(SINGLE, limits=Limits(launches=308, waits=4)),
-    _PROMPTS(SINGLE, limits=Limits(launches=504, waits=10, traffic=1.75)),
+    _PROMPTS(SINGLE, limits=Limits(launches=492, waits=10, traffic=1.75)),
     # A layer more has 21 launches more, with XLA's scatters in place of the kernel's 22, of bfloat16 14. XLA
     # copies the blocks of 8 bits, in a loop.
     _INT8(SINGLE, limits=Limits(launches=75, waits=3)),
