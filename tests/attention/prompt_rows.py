@@ -31,3 +31,21 @@ def fill(driver, lengths):
     while left := {row: n - wide.length(row) for row, n in lengths.items() if n > wide.length(row)}:
         wide.step({row: min(n, 140) for row, n in left.items()})
     driver.cache = wide.cache
+
+
+def fill_packed(driver):
+    """Packs tokens of two prompts into steps, until row 1 has 190; returns the last step.
+
+    Tokens of a prompt share what comes before all of them, and none sees a later one.
+    """
+    for row in (1, 6):
+        driver.start(row, 400)
+    while driver.length(1) < 190:
+        step = driver.step({1: min(40, 190 - driver.length(1)), 6: 30})
+    return step
+
+
+def step_of_forks_packed(driver):
+    """Goes on with row 1, a fork of it, and row 6, in one packed step."""
+    driver.fork(1, 3)
+    driver.step({1: 33, 3: 33, 6: 4})

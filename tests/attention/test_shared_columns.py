@@ -10,7 +10,18 @@ import pytest
 import kvcache_jax as kv
 from kvcache_jax.attention.attention_plan import each_alone, find_shared, plan_rows
 from kvcache_jax.decoding import loop
-from tests.attention.prompt_rows import BLOCK, DIM, FULL, HEADS, SIZES, driver_of, fill, wide_driver
+from tests.attention.prompt_rows import (
+    BLOCK,
+    DIM,
+    FULL,
+    HEADS,
+    SIZES,
+    driver_of,
+    fill,
+    fill_packed,
+    step_of_forks_packed,
+    wide_driver,
+)
 from tests.support import tiny_model
 
 
@@ -82,15 +93,9 @@ def test_rows_of_several_queries(width):
 
 
 def test_tokens_of_a_packed_step():
-    """Tokens of one prompt share what lies before them, none sees those behind it."""
     driver = driver_of(width=70, packed=True)
-    for row in (1, 6):
-        driver.start(row, 400)
-    while driver.length(1) < 190:
-        step = driver.step({1: min(40, 190 - driver.length(1)), 6: 30})
-    assert max(companies(step).values()) == 128
-    driver.fork(1, 3)
-    driver.step({1: 33, 3: 33, 6: 4})
+    assert max(companies(fill_packed(driver)).values()) == 128
+    step_of_forks_packed(driver)
 
 
 def test_rows_are_alike_by_every_block_and_by_their_lengths():

@@ -27,7 +27,7 @@ FORMS = {
 
 
 def fresh_engine(params, **options):
-    """An engine of a model that this process has no program for; on the disk there is that of others."""
+    """An engine of a model that this process has no program for; other models left one on the disk."""
 
     def model(params, tokens, cache, step, logits_at=None):
         return forward(params, tokens, cache, step, logits_at)
