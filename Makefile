@@ -129,10 +129,10 @@ integrations: .venv-integrations
 	$(PY_INTEGRATIONS) -m tests.integrations.harness
 	$(PY_INTEGRATIONS) -m tests.integrations.trainer
 
-# Engines on meshes of two and three processes, of which some are stopped, killed, late or different; most of their time
-# they wait, for each other and for clocks.
+# Engines on meshes of two and three processes, of which some are stopped, killed, late or different. Half of their time
+# they wait, for each other and for clocks: a worker more keeps the cores busy.
 processes: .venv
-	$(PY) -m pytest -n $(WORKERS) -m slow tests/processes/test_distributed_team.py
+	$(PY) -m pytest -n $$(($(WORKERS) + 1)) -m slow tests/processes/test_distributed_team.py
 
 # Two replicas on Ray Serve, of which one is killed under load.
 fleet: .venv-fleet
