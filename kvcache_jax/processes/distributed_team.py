@@ -135,7 +135,7 @@ class DistributedTeam(Team):
         # Until a silent process is surely known for one; a look takes longer on a machine with much to do.
         self._num_looks, self._grace_looks = 0, int(timeout_s / self._pause_s) + 5
         self._members: list[Callable[..., None]] = []
-        self._runs = False
+        self._runs = self._is_guarded = False
         self._call = 0, "DistributedTeam"  # number and name of the call that all processes make
         self._num_orders = self._num_agreed = self._first_order = 0
         self._lost: str | None = None
@@ -201,8 +201,40 @@ class DistributedTeam(Team):
         """Compares what all processes know under the same names, in a call that each makes."""
         if not self._runs:
             self._call = self._call[0] + 1, call
-        with self._calling():
+        with self._calling(may_end=not self.is_leader):
             self._agree(call, what, marks)
+
+    @contextlib.contextmanager
+    def guard(self, call: str) -> Iterator[None]:
+        """Guards a call of all processes in which each waits for the others, such as `kv.generate`.
+
+        Where one is lost meanwhile, the others write a sentence that names it and end as followers do, after
+        `timeout_s` more; those whose collective fails before raise `ProcessLost`, and all if `exits` is False
+        and their collectives end. An error of a device is raised as `ProcessLost` too, where it is another
+        process's.
+
+        Args:
+          call: Its name, by which processes that call something else are named.
+
+        Raises:
+          RuntimeError: the leader alone makes it, within `run`.
+          ProcessLost: another process is lost, or failed.
+
+        Example:
+          with team.guard("generate"):
+              result = kv.generate(forward, params, prompts, config, max_new_tokens=9)
+        """
+        self.require_all(call)
+        self._call = self._call[0] + 1, call
+        self._is_guarded = True
+        try:
+            with self._calling():
+                yield
+        except jax.errors.JaxRuntimeError as error:
+            explained = self.explained(error)
+            raise explained from explained.__cause__
+        finally:
+            self._is_guarded = False
 
     def _agree(self, call: str, what: str, marks: Callable[[], Mapping[str, Any]]) -> None:
         key, me = f"{self._key}agree {self._num_agreed}/", jax.process_index()
@@ -241,7 +273,7 @@ class DistributedTeam(Team):
         """Waits for a sign that another process is why the device failed, after a sign of its own."""
         if isinstance(error, ProcessLost):
             return error
-        if not self.is_leader:
+        if self._is_guarded or not self.is_leader:
             self._note_failure(error)
         last, end = self._num_looks + self._grace_looks, time.monotonic() + 10 * self._timeout_s
         while self._num_looks < last and time.monotonic() < end:
@@ -258,13 +290,13 @@ class DistributedTeam(Team):
         self._first_order = self._num_orders
 
     @contextlib.contextmanager
-    def _calling(self) -> Iterator[None]:
-        """Marks a call that cannot go on without the others."""
-        self._num_calls += 1
+    def _calling(self, may_end: bool = True) -> Iterator[None]:
+        """Marks a call that cannot go on without the others, and whether it may end this process then."""
+        self._num_calls += may_end
         try:
             yield
         finally:
-            self._num_calls -= 1
+            self._num_calls -= may_end
 
     def _follow(self) -> None:
         """Obeys the leader's orders until it dismisses this process."""
@@ -288,7 +320,8 @@ class DistributedTeam(Team):
                 self._runs = False
 
     def _note_failure(self, error: Exception) -> None:
-        text = f"{self._num_orders} {int(_is_symptom(error))} {_last_line(error)}"
+        number = self._num_orders + self._is_guarded  # above the first order also where there was none
+        text = f"{number} {int(_is_symptom(error))} {_last_line(error)}"
         key = f"{self._key}failed/{jax.process_index()}"
         self._client.key_value_set_bytes(key, text.encode(), allow_overwrite=True)
 
@@ -383,8 +416,8 @@ def _risks(timeout_s: float) -> Iterator[str]:
     found = re.findall(rf"{flag}=(\d+)", os.environ.get("XLA_FLAGS", ""))
     if not found:
         yield (
-            f"XLA_FLAGS has no {flag}: where a process is lost, calls outside of an engine, such as "
-            f"kv.generate, wait half an hour for it, expected {flag}=N, more than timeout_s = {timeout_s:g}"
+            f"XLA_FLAGS has no {flag}: where a process is lost, calls outside of an engine and of team.guard "
+            f"wait half an hour for it, expected {flag}=N, more than timeout_s = {timeout_s:g}"
         )
     elif int(found[-1]) <= timeout_s:
         yield (
@@ -423,16 +456,16 @@ def _watch(of: weakref.ref, stop: threading.Event) -> None:
 
 
 def _watch_looks(of: weakref.ref, stop: threading.Event) -> None:
-    """Counts in a follower how long a look lasts, and a call after the team is lost.
+    """Counts how long a call goes on after the team is lost, and in a follower how long a look lasts.
 
     Where the leader is stopped, and the store with it, what asks it never returns. Pauses are counted, not
     seconds, in which this process may have been stopped itself.
     """
     num_looks = num_same = num_lost = 0
-    while (team := of()) is not None and not team.is_leader:
+    while (team := of()) is not None:
         pause_s, most = team._pause_s, team._timeout_s / team._pause_s
         num_looks, num_same = team._num_looks, num_same + 1 if num_looks == team._num_looks else 0
-        if num_same > most:
+        if num_same > most and not team.is_leader:
             team._lost = team._lost or _SILENCE.format(_LEADER, team._timeout_s)
         num_lost = num_lost + 1 if team._lost and team._num_calls else 0
         if num_lost > most and team._exits:

@@ -131,6 +131,18 @@ def test_all_others_end_with_a_sentence_that_names_the_lost_process(num, mode):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mode", ["guarded:KILL", "guarded:STOP"])
+def test_a_call_of_all_processes_ends_with_a_sentence_that_names_the_lost_process(mode):
+    """By an error, where the collective has one; where it hangs the processes are ended."""
+    found = run_workers(3, mode, limit_s=60)
+    [deed] = found[DOOMED][1]
+    assert time.time() - deed["at"] < 20
+    for rank in (LEADER, OTHER):
+        code, _, err = found[rank]
+        assert code in (1, 70) and SILENT in err.splitlines()[-1], found
+
+
+@pytest.mark.slow
 def test_new_processes_find_in_a_store_what_others_committed(tmp_path):
     """Process 1 was killed. Heads of blocks are split within each process, then tokens over both."""
     found = run_workers(2, f"attached:{tmp_path}:first")
