@@ -3,10 +3,10 @@ SHELL := /bin/sh
 .DEFAULT_GOAL := help
 
 EXTRAS := tests,training
-# Each with files, or rooms, of its own (tests/conftest.py): their tests share programs. A test that hangs, such as a kernel
-# that waits for what never comes, ends its worker after ten minutes, and the report names it. With AGAIN=--last-failed
-# what failed runs again.
-WORKERS := 2
+# One for each core, from two to eight. Each has files, or rooms, of its own (tests/conftest.py): their tests share
+# programs. A test that hangs, such as a kernel that waits for what never comes, ends its worker after ten minutes, and
+# the report names it. With AGAIN=--last-failed what failed runs again.
+WORKERS := $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$(( n < 2 ? 2 : n > 8 ? 8 : n )))
 PYTEST := -m pytest -n $(WORKERS) --dist loadfile --max-worker-restart=2 $(AGAIN) \
 	-o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 SHARED = $(if $(SHARE),--share $(SHARE))
