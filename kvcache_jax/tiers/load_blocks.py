@@ -46,7 +46,8 @@ from kvcache_jax.tiers.stored_block import (
 )
 
 _THREADS, _LEAST_BYTES = 4, 2**18
-"""Threads that verify blocks of so many bytes. One verifies smaller ones: several wait for each other."""
+"""Threads that verify blocks of so many bytes. Smaller ones are verified without: threads would wait for each
+other."""
 _MISSING, _ALIGNMENT = "missing", 64
 
 type _Verified = dict[str, BlockName | str]
@@ -232,22 +233,18 @@ class _Loading:
         A batch is read and verified while the device publishes the one before.
         """
         batches = [plan[start : start + self._size] for start in range(0, len(plan), self._size)]
-        # One is filled, one is read by the device, and one waits in between.
-        contents = _Contents.make(min(len(batches), 3), self._forms, self._specs)
-        reading: list[tuple[_Contents, Sequence[_Planned], Iterable[_Verified]]] = []
+        # One is filled while the device reads the other.
+        contents = _Contents.make(min(len(batches), 2), self._forms, self._specs)
         with ThreadPoolExecutor(_THREADS) as threads:
-            for nth, batch in enumerate([*batches, []]):
-                if batch:
-                    mine = contents[nth % 3]
-                    reading.append((mine, batch, self._read(batch, mine, threads)))
-                if nth:
-                    self._publish(*reading.pop(0))
+            for nth, batch in enumerate(batches):
+                mine = contents[nth % 2]
+                self._publish(mine, batch, self._read(batch, mine, threads))
         self._count()
 
     def _read(
         self, batch: Sequence[_Planned], contents: "_Contents", threads: ThreadPoolExecutor
-    ) -> Iterable[_Verified]:
-        """Reads a batch; threads verify it and fill contents while the device publishes the one before."""
+    ) -> _Verified:
+        """Reads a batch, verifies it and fills contents, while the device publishes the one before."""
         asked = [
             (row, entry, planned)
             for row, planned in enumerate(batch)
@@ -255,12 +252,10 @@ class _Loading:
         ]
         values = self._questions.get([entry.key for _, entry, _ in asked])
         contents.clear()
-        are_large = max((len(value) for value in values if value is not None), default=0) >= _LEAST_BYTES
-        num_threads = _THREADS if are_large else 1
 
-        def verify(nth: int) -> _Verified:
+        def verify(nth: int, step: int) -> _Verified:
             found: _Verified = {}
-            mine = asked[nth::num_threads], values[nth::num_threads]
+            mine = asked[nth::step], values[nth::step]
             for (row, entry, planned), data in zip(*mine, strict=True):
                 if data is None:
                     found[entry.key] = _MISSING
@@ -277,12 +272,12 @@ class _Loading:
                     found[entry.key] = name
             return found
 
-        return threads.map(verify, range(num_threads))
+        if max((len(value) for value in values if value is not None), default=0) < _LEAST_BYTES:
+            return verify(0, 1)
+        parts = threads.map(lambda nth: verify(nth, _THREADS), range(_THREADS))
+        return {key: name for part in parts for key, name in part.items()}
 
-    def _publish(
-        self, contents: "_Contents", batch: Sequence[_Planned], verified: Iterable[_Verified]
-    ) -> None:
-        found = {key: name for each in verified for key, name in each.items()}
+    def _publish(self, contents: "_Contents", batch: Sequence[_Planned], found: _Verified) -> None:
         spoilt: list[str] = []
         counts: dict[int, tuple[str, int]] = {}
         for row, planned in enumerate(batch):

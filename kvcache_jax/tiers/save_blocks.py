@@ -35,7 +35,7 @@ from kvcache_jax.tiers.published import (
 )
 from kvcache_jax.tiers.stored_block import BlockName, Scope, config_digest, pack_block
 
-_BATCH_BYTES, _MOST_BLOCKS = 64 * 2**20, 64
+_BATCH_BYTES, _MOST_BLOCKS = 64 * 2**20, 48
 
 _export = jax.jit(export_blocks)
 
