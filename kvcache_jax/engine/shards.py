@@ -102,10 +102,12 @@ class Shards:
         stacked = jax.tree.map(lambda *shards: np.stack(shards), *states)
         rows = NamedSharding(mesh, PartitionSpec(self._row_axis))
         shapes = jax.eval_shape(lambda: init(config).pools)
-        pools = jax.jit(
+        make_pools = jax.jit(
             lambda: jax.tree.map(lambda x: jnp.zeros((self.num_shards, *x.shape), x.dtype), shapes),
             out_shardings=jax.tree.map(lambda spec: NamedSharding(mesh, spec), self._pool_specs()),
-        )()
+        )
+        with self.own_mesh():
+            pools = make_pools()
         state = put(stacked, rows)
         kept = jax.tree.map(self._empty_kept, config.keeper.arrays(config))
         cache = Cache(control=state.cache.control, pools=pools, config=self._config, kept=kept)
@@ -151,7 +153,7 @@ class Shards:
     ) -> tuple[EngineState, jax.Array]:
         """Runs a dispatch on all shards; the reports are i32[shards, any]."""
         news = self._joined(inboxes)
-        with self._own_mesh():
+        with self.own_mesh():
             return self._program(*self._passed(params), state, news, length, model, options)
 
     def lower(
@@ -165,10 +167,10 @@ class Shards:
     ) -> jax.stages.Lowered:
         """Lowers the program that `run` runs."""
         news = self._joined(inboxes)
-        with self._own_mesh():
+        with self.own_mesh():
             return self._program.lower(*self._passed(params), state, news, length, model, options)
 
-    def _own_mesh(self) -> contextlib.AbstractContextManager:
+    def own_mesh(self) -> contextlib.AbstractContextManager:
         """Sets the mesh, where the caller may have set another one, or the same with axes of other types."""
         return contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh)
 

@@ -156,12 +156,13 @@ def test_specs_that_do_not_fit_parameters(spec, error, message):
 def test_an_explicit_mesh_is_a_mesh_too():
     """As `jax.make_mesh` makes it; the caller may have set it, or another one."""
     mesh = jax.make_mesh((2,), ("rows",))
-    placement = kv.engine.Placement(mesh, "rows")
-    engine = kv.Engine(
-        exact_model.forward, make_params(), config(num_blocks=11), **SIZES, placement=placement
-    )
+    placement, other = kv.engine.Placement(mesh, "rows"), Mesh(np.array(jax.devices()[2:6]), ("data",))
+    with jax.set_mesh(other):
+        engine = kv.Engine(
+            exact_model.forward, make_params(), config(num_blocks=11), **SIZES, placement=placement
+        )
     texts = []
-    for each in (None, mesh, Mesh(np.array(jax.devices()[:4]), ("data",))):
+    for each in (None, mesh, other):
         with contextlib.nullcontext() if each is None else jax.set_mesh(each):
             texts.append(engine.lower().as_text())
     assert texts[0] == texts[1] == texts[2]
