@@ -144,3 +144,22 @@ def test_a_store_beside_a_host_tier_sees_no_mesh():
     )
     with pytest.raises(NotImplementedError, match="the engine has a placement and extras has a Host, expec"):
         engine.attach(linked(kv.tiers.MemoryStore()))
+
+
+def test_a_store_goes_from_one_engine_to_another():
+    """Of another config; one that finds no prefixes is refused, before its first request."""
+    link, other = linked(kv.tiers.MemoryStore()), dataclasses.replace(PLAIN, num_blocks=13)
+    errors = []
+    for config in (PLAIN, other):
+        link.begin(config)
+        try:
+            link.look(kv.init(config))
+        except ValueError as error:
+            errors.append(error)
+    assert errors == []
+    engine = kv.Engine(
+        exact_model.forward, make_params(), dataclasses.replace(PLAIN, enable_prefix_caching=False), **SIZES
+    )
+    with pytest.raises(ValueError, match="an AttachedStore is attached to an engine without prefix caching"):
+        engine.attach(link)
+    assert link.close()
