@@ -12,6 +12,7 @@ from jax.typing import ArrayLike
 from kvcache_jax.core import arguments
 from kvcache_jax.core.attachment import ShardCache
 from kvcache_jax.core.cache_checks import require_prefix_index, require_values
+from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import Cache
 from kvcache_jax.operations.transfer import export_blocks
 from kvcache_jax.tiers.block_store import BlockStore
@@ -178,6 +179,16 @@ def require_stored(caller: str, cache: Cache) -> None:
     require_prefix_index(caller, cache)
     if not cache.pools:
         raise ValueError(f"{caller} got a cache built with storage=False, expected one with keys and values")
+
+
+def require_pools_alone(caller: Any, config: CacheConfig) -> None:
+    """Refuses a mesh's caches that keep blocks outside of their pools."""
+    if config.keeper.memory_kind is not None:
+        name, keeper = type(caller).__name__, type(config.keeper).__name__
+        raise NotImplementedError(
+            f"the engine has a placement and extras has a {keeper}, expected one of the two: {name} reads "
+            "blocks of a mesh's pools alone"
+        )
 
 
 def scopes_of(cache: Cache, weights: str, namespaces: Iterable[str]) -> dict[str, Scope]:
