@@ -298,25 +298,25 @@ def test_a_taker_of_another_prompt_finds_what_both_begin_with(giver):
 
 
 SIZES = {
-    "shorter rows": (dict(max_seq_len=8), {"BAD_LENGTH": 2}, 8),
-    "longer rows": (dict(max_seq_len=200, max_seqs=2), {}, 16),
-    "few blocks": (dict(num_blocks=3), {"no room": 1}, 12),
-    "one block": (dict(num_blocks=1), {"no room": 3}, 4),
-    "many blocks": (dict(num_blocks=300, eviction_policy="lfu", partial_hits=True), {}, 16),
-    "a host": (dict(num_blocks=5, extras=[kv.tiers.Host(8)]), {}, 16),
+    "shorter rows": (dict(max_seq_len=16), {"BAD_LENGTH": 3}, 16),
+    "longer rows": (dict(max_seq_len=200, max_seqs=2), {}, 28),
+    "few blocks": (dict(num_blocks=3), {"no room": 4}, 12),
+    "one block": (dict(num_blocks=1), {"no room": 6}, 4),
+    "many blocks": (dict(num_blocks=300, eviction_policy="lfu", partial_hits=True), {}, 28),
+    "a host": (dict(num_blocks=8, extras=[kv.tiers.Host(8)]), {}, 28),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SIZES)
 def test_a_taker_of_other_sizes_takes_what_it_has_room_for(giver, name):
-    sizes, reasons, hit = SIZES[name]
-    _, ticket = offered(giver, text_of(1))
+    (sizes, reasons, hit), text = SIZES[name], text_of(1, 29)
+    _, ticket = offered(giver, text)
     user = PrefixUser(dataclasses.replace(CONFIG, **sizes))
-    report = take(ticket, user, text_of(1))
+    report = take(ticket, user, text)
     assert (report.reasons, 4 * report.num_loaded) == (reasons, hit)
-    prompt = text_of(1)[: min(user.cache.config.max_seq_len, 4 * user.cache.config.num_blocks)]
-    assert user.start(0, prompt) == num_usable(prompt, text_of(1))
+    prompt = text[: min(user.cache.config.max_seq_len, 4 * user.cache.config.num_blocks)]
+    assert user.start(0, prompt) == num_usable(prompt, text)
 
 
 FULL = kv.FullAttention(1, 5)
