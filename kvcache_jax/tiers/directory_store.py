@@ -14,6 +14,8 @@ from kvcache_jax.tiers.block_store import Data, checked_key, checked_limit
 
 _MARKER = "kvcache_jax_blocks.json"
 _FORMAT = 1
+_LOCK_SECONDS = 5.0
+"""Time for which another process that replaces a value is waited for: it may have been stopped."""
 _STALE_SECONDS = 3600
 """Age at which a temporary file is one whose writer was killed."""
 
@@ -68,6 +70,15 @@ class DirectoryStore:
             file.parent.mkdir(exist_ok=True)
             self._write(file, value)
         self._make_room(sum(len(value) for _, value in items))
+
+    def replace(self, key: str, before: Data | None, after: Data) -> bool:
+        """Writes a value if the one before is still there; None if there was none. Returns whether it did."""
+        with open(self.path / _MARKER, "rb") as marker:
+            _wait_for_lock(marker.fileno())
+            if self._read(self._file(key)) != before:
+                return False
+            self.put([(key, after)])
+        return True
 
     def remove(self, keys: Sequence[str]) -> None:
         """Removes values; keys without one are skipped."""
@@ -159,3 +170,21 @@ class DirectoryStore:
                 elif time.time() - status.st_mtime > _STALE_SECONDS:
                     pathlib.Path(entry.path).unlink(missing_ok=True)
         return found
+
+
+def _wait_for_lock(file: int) -> None:
+    """Locks a file until it is closed, where the system and the mount can; goes on without after a while."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return
+    ends_at = time.monotonic() + _LOCK_SECONDS
+    while time.monotonic() < ends_at:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(0.001)
+        except OSError:
+            return
+        else:
+            return

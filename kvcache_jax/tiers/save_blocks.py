@@ -19,7 +19,6 @@ from kvcache_jax.tiers.block_store import BlockStore
 from kvcache_jax.tiers.catalogue import (
     Questions,
     StoreReport,
-    read_entries,
     write_entries,
     write_namespaces,
 )
@@ -118,10 +117,13 @@ def write_blocks(
 def write_lists(questions: Questions, listed: Listed, *, is_open: bool) -> None:
     """Lists blocks beside those that others listed; where it `is_open`, who names no namespace finds them."""
     for scope, entries in listed.items():
-        earlier = read_entries(questions, scope)
-        still_there = questions.contains([entry.key for entry in earlier], default=True)
-        others = {entry.key: entry for entry, is_one in zip(earlier, still_there, strict=True) if is_one}
-        write_entries(questions, scope, (others | dict(entries)).values())
+
+        def with_mine(earlier: Sequence[Entry], entries: Mapping[str, Entry] = entries) -> Iterable[Entry]:
+            still_there = questions.contains([entry.key for entry in earlier], default=True)
+            others = {entry.key: entry for entry, is_one in zip(earlier, still_there, strict=True) if is_one}
+            return (others | dict(entries)).values()
+
+        write_entries(questions, scope, with_mine)
     if is_open and listed:
         weights, config, _ = next(iter(listed))
         write_namespaces(questions, weights, config, [scope.namespace for scope in listed])

@@ -113,9 +113,26 @@ def test_what_is_put_is_read_until_it_is_removed(store):
     assert isinstance(store, kv.tiers.BlockStore) and not isinstance(object(), kv.tiers.BlockStore)
 
 
+def test_a_value_is_replaced_if_it_is_still_there(store):
+    """Where a store can tell; of two that replace the same one, the second is told."""
+    if not hasattr(store, "replace"):
+        pytest.skip("lists of several processes are lost")
+    assert store.replace(KEYS[0], None, b"first") and store.replace(KEYS[1], None, b"")
+    is_limited = bool(getattr(store, "max_bytes", None))
+    for before, after in ((None, b"second"), (b"other", b"second"), (b"firs", b"second")):
+        assert store.replace(KEYS[0], before, after) == is_limited
+    if not is_limited:
+        assert read(store, KEYS[:2]) == [b"first", b""]
+    assert store.replace(KEYS[0], store.get(KEYS[:1])[0], memoryview(b"third"))
+    assert read(store, KEYS[:1]) == [b"third"]
+
+
 @pytest.mark.parametrize("key", ["../../../../etc/passwd", "/etc/passwd", "", "ab", "G" * 64, "0" * 65, None])
 def test_a_key_never_leaves_the_store(store, key):
-    for call in (store.contains, store.get, store.remove, lambda keys: store.put([(keys[0], b"x")])):
+    calls = [store.contains, store.get, store.remove, lambda keys: store.put([(keys[0], b"x")])]
+    if hasattr(store, "replace"):
+        calls.append(lambda keys: store.replace(keys[0], None, b"x"))
+    for call in calls:
         with pytest.raises(ValueError, match="key is .*, expected 64 hexadecimal digits"):
             call([key])
 
