@@ -59,12 +59,12 @@ class Questions:
 
     def contains(self, keys: Sequence[str], default: bool = False) -> list[bool]:
         """Tests which keys have a value; `default` is the answer where the store gives none."""
-        return self._answers(self._store.contains, keys, default)
+        return self._answers(lambda keys: [bool(each) for each in self._store.contains(keys)], keys, default)
 
     def get(self, keys: Sequence[str]) -> list[Data | None]:
         """Reads the value of each key; None for a miss, as what is no bytes counts."""
         values = self._answers(self._store.get, keys, None)
-        found = [value if isinstance(value, Data.__value__) else None for value in values]
+        found = [value if _is_bytes(value) else None for value in values]
         if num_others := found.count(None) - sum(value is None for value in values):
             self.drop("no bytes", num_others)
         return found
@@ -114,6 +114,13 @@ class Questions:
 
 
 _FAILED: Any = object()
+
+
+def _is_bytes(value: Any) -> bool:
+    try:
+        return isinstance(value, Data.__value__) and memoryview(value).c_contiguous
+    except ValueError:  # memory that was released
+        return False
 
 
 def read_entries(store: Questions, scope: Scope) -> list[Entry]:
@@ -176,15 +183,19 @@ def _namespaces_key(weights: str, config: str) -> str:
 
 def _update(store: Questions, key: str, change: Callable[[Mapping[str, Any], Data], bytes | None]) -> None:
     """Writes what `change` makes of a list, also where others write it meanwhile; None for no change."""
+    last: Any = _FAILED
     for nth in range(_MOST_TRIES):
         header, rest, before = _read(store, key)
         after = change(header, rest)
         if after is None:
             return
-        if nth + 1 == _MOST_TRIES:
+        # One that cannot be replaced though it has not changed cannot be read.
+        if before == last or nth + 1 == _MOST_TRIES:
             store.put([(key, after)])
-        elif store.replace(key, before, after):
             return
+        if store.replace(key, before, after):
+            return
+        last = before
 
 
 def _read(store: Questions, key: str) -> tuple[dict[str, Any], Data, Data | None]:

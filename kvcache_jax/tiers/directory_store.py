@@ -102,10 +102,12 @@ class DirectoryStore:
                         "or one that a DirectoryStore made"
                     )
                 self._write(marker, json.dumps({"format_version": _FORMAT}).encode())
-            version = json.loads(marker.read_bytes())["format_version"]
+            text = marker.read_bytes()
         except OSError as error:
             raise type(error)(f"{self.path} is no directory that can be read and written: {error}") from error
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
+        try:
+            version = json.loads(text)["format_version"]
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise ValueError(
                 f"{marker} is broken, expected a format version there: remove the directory"
             ) from error

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 import kvcache_jax as kv
+from kvcache_jax.tiers.stored_block import pack
 from tests.support.prefix_user import CONFIG, TENANT_A, PrefixUser
 from tests.tiers.store_sharers import num_whole, open_store
 
@@ -42,17 +43,26 @@ def test_what_two_processes_save_at_the_same_moment_is_listed(num_reads):
 
 
 class BusyStore(kv.tiers.MemoryStore):
-    """A store in which another process has always just written."""
+    """A store in which another process always writes a list anew, or one that says so."""
+
+    def __init__(self, is_honest):
+        super().__init__()
+        self.is_honest, self.num_asked = is_honest, 0
 
     def replace(self, key, before, after):
+        self.num_asked += 1
+        if self.is_honest:
+            self.put([(key, pack({"nth": self.num_asked}, []))])
         return False
 
 
-def test_a_list_is_written_though_others_never_cease_to_write_it():
-    user, cold, store = PrefixUser(CONFIG), PrefixUser(CONFIG), BusyStore()
+@pytest.mark.parametrize("is_honest", [True, False])
+def test_a_list_is_written_though_others_never_cease_to_write_it(is_honest):
+    user, cold, store = PrefixUser(CONFIG), PrefixUser(CONFIG), BusyStore(is_honest)
     user.start(0, user.new_text(1, 9))
     assert kv.tiers.save(user.cache, store, weights="w").num_dropped == 0
     assert kv.tiers.load(store, cold.cache, weights="w")[1].num_loaded == 2
+    assert store.num_asked == 2 * (15 if is_honest else 1)
 
 
 LIMITS = {"DirectoryStore": 20_000, "TensorStore": 60_000}  # less than half of the values
