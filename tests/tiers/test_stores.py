@@ -362,8 +362,8 @@ def test_a_directory_of_something_else_is_refused(tmp_path):
         ('{"format_version": 2}', "has blocks of format 2, expected 1: read it with the kvcache_jax that"),
         ('{"format_ver', "is broken, expected a format version there"),
         ("[]", "is broken, expected a format version there"),
-        ("[" * 9999, "is broken, expected a format version there"),
         ("\xff\xfe\0", "is broken, expected a format version there"),
+        ("[" * 9999, "is broken, expected a format version there"),
     ):
         made.write_bytes(text.encode("latin-1"))
         with pytest.raises(ValueError, match=error):
