@@ -87,7 +87,7 @@ def test_two_processes_at_once(tmp_path, name, limit):
         for each in sharers:
             each.kill()
             each.wait()
-    known = {"no room", "NO_PARENT"} | (OF_LIMITS if limit else set())
+    known = {"no room"} | (OF_LIMITS if limit else set())
     assert {reason for each in said for reason in each["reasons"]} <= known
     assert all(each["num_loaded"] > 0 for each in said)
     user = PrefixUser(dataclasses.replace(CONFIG, num_blocks=300))
