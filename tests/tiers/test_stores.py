@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import kvcache_jax as kv
+from kvcache_jax.tiers import directory_store
 from kvcache_jax.tiers.directory_store import DirectoryStore
 from tests.tiers.store_writers import kill_writers
 from tests.tiers.valkey_server import serving
@@ -125,6 +126,35 @@ def test_a_value_is_replaced_if_it_is_still_there(store):
         assert read(store, KEYS[:2]) == [b"first", b""]
     assert store.replace(KEYS[0], store.get(KEYS[:1])[0], memoryview(b"third"))
     assert read(store, KEYS[:1]) == [b"third"]
+
+
+def test_of_what_threads_replace_at_once_nothing_is_lost(store):
+    """Each adds one to a number again and again; they have a directory's files open as processes have."""
+    if not hasattr(store, "replace") or getattr(store, "max_bytes", None):
+        pytest.skip("lists of several processes are lost")
+    store.put([(KEYS[0], b"0")])
+
+    def add():
+        for _ in range(25):
+            before = store.get(KEYS[:1])[0]
+            while not store.replace(KEYS[0], before, b"%d" % (int(bytes(before)) + 1)):
+                before = store.get(KEYS[:1])[0]
+
+    threads = [threading.Thread(target=add) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert read(store, KEYS[:1]) == [b"100"]
+
+
+def test_a_process_that_was_stopped_while_it_replaced_a_value_keeps_none_waiting(tmp_path, monkeypatch):
+    fcntl = pytest.importorskip("fcntl")
+    monkeypatch.setattr(directory_store, "_LOCK_SECONDS", 0.05)
+    store = DirectoryStore(tmp_path)
+    with open(tmp_path / "kvcache_jax_blocks.json", "rb") as marker:
+        fcntl.flock(marker, fcntl.LOCK_EX)
+        assert store.replace(KEYS[0], None, b"value") and read(store, KEYS[:1]) == [b"value"]
 
 
 @pytest.mark.parametrize("key", ["../../../../etc/passwd", "/etc/passwd", "", "ab", "G" * 64, "0" * 65, None])
