@@ -182,7 +182,17 @@ class Giver(Attachment):
         require_pools_alone(self, config)
 
     def look(self, cache: Cache) -> None:
-        """Copies what the cache has of the offers that are not finished; takers get it at once."""
+        """Copies what the cache has of the offers that are not finished; takers get it at once.
+
+        Raises:
+          ValueError: a cache of another config: nothing of it would be found under the tickets.
+        """
+        own, other = config_digest(self._config), config_digest(cache.config)
+        if own != other:
+            raise ValueError(
+                f"the cache's config is {other[:12]} and the Giver's {own[:12]}, expected "
+                "Giver(cache.config, ...): only sizes of pools and tables may differ"
+            )
         self.expire()
         with self._lock:
             offers = [offer for offer in self._offers.values() if not offer.is_whole]

@@ -370,6 +370,9 @@ def test_a_giver_refuses_what_it_cannot_do(giver):
         kv.tiers.Giver(CONFIG, weights="w", port=giver.address[1])
     with pytest.raises(TypeError, match="prompt"):
         giver.offer(["a"])
+    other = kv.init(dataclasses.replace(CONFIG, block_size=8))
+    with pytest.raises(ValueError, match=r"config is .* and the Giver's .*, expected Giver\(cache.config, "):
+        giver.look(other)
 
 
 @pytest.mark.parametrize(
