@@ -1,8 +1,8 @@
 """Question: what does an engine on a mesh of two processes cost a dispatch?
 
 Command: python -m experiments.team [--attached] [--dispatches N] [--rounds N] [--json]
-Machine: 2 virtual cores of an Intel Xeon, other work beside it; jax 0.12.0.1
-Answer:  8.3 ms on 27.9 (bar 10), where each device has rows of its own; 48 ms on 25.6 where heads are over
+Machine: 2 virtual cores of an Intel Xeon, with nothing else on them; jax 0.12.0.1
+Answer:  6.2 ms on 11.2 (bar 10), where each device has rows of its own; 39 ms on 12.0 where heads are over
   two devices, for a step's sum over them goes by Gloo then. What is attached waits 6 ms for a gather of two
   processes' control state, and 0.6 in one (an AMD EPYC beside much other work); 36 ms while each array had a
   collective of its own.

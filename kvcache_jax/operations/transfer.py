@@ -25,7 +25,7 @@ from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.cache_checks import require_prefix_index, takes_one
 from kvcache_jax.core.config import CacheConfig
-from kvcache_jax.core.state import Cache, Control, PrefixIndex
+from kvcache_jax.core.state import BlockPool, Cache, Control, PrefixIndex
 from kvcache_jax.core.status import Status
 from kvcache_jax.operations.rows import first_failure
 from kvcache_jax.prefix import block_metadata, eviction, prefix_index
@@ -159,10 +159,28 @@ def import_blocks(cache: Cache, contents: BlockContents) -> tuple[Cache, jax.Arr
 
 
 def import_making_room(cache: Cache, contents: BlockContents) -> tuple[Cache, jax.Array]:
-    """Imports blocks, for which cached ones are evicted where no others are free."""
+    """Imports blocks, for which cached ones are evicted where no others are free; not those before them."""
+    cache, contents = as_varied((cache, contents))
+    control, index, group_id = cache.control, cache.control.prefix_index, cache.config.indexed_group
+    assert index is not None
+    num_columns = contents.tokens.shape[1] // index.block_tokens.shape[1]
+    reader = prefix_index.reader_of(contents.tokens)
+    ends, namespace = contents.num_tokens + 1, contents.namespace
+    chain = prefix_index.find_prefixes(index, control.hash_key, reader, num_columns, ends, namespace)
     needs = {g: num_true(held) for g, held in enumerate(contents.is_held)}
-    control = eviction.make_room(cache.control, needs, cache.config)
+    # As if rows held what the new blocks continue.
+    pool, _ = block_pool.revive(control.block_pools[group_id], chain)
+    control = eviction.make_room(_with_pool(control, group_id, pool), needs, cache.config)
+    pool = block_pool.sweep_queue(control.block_pools[group_id], (chain < index.parent.shape[0]).any())
+    pool = block_pool.release(pool, chain[:, ::-1].reshape(-1))
+    pool = dataclasses.replace(pool, peak_used=cache.control.block_pools[group_id].peak_used)
+    control = _with_pool(control, group_id, pool)
     return import_blocks(dataclasses.replace(cache, control=control), contents)
+
+
+def _with_pool(control: Control, group_id: int, pool: BlockPool) -> Control:
+    pools = control.block_pools
+    return dataclasses.replace(control, block_pools=(*pools[:group_id], pool, *pools[group_id + 1 :]))
 
 
 def _check_shapes(cache: Cache, contents: BlockContents) -> None:

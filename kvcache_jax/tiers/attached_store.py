@@ -34,6 +34,7 @@ from kvcache_jax.tiers.save_blocks import (
     checked_weights,
     namespace_digits,
     read_contents,
+    require_pools_alone,
     require_stored,
     scopes_of,
     write_lists,
@@ -178,11 +179,7 @@ class AttachedStore(Attachment):
 
     def check_shards(self, config: CacheConfig) -> None:
         """Refuses a mesh's caches that keep blocks outside of their pools."""
-        if config.keeper.memory_kind is not None:
-            raise NotImplementedError(
-                f"the engine has a placement and extras has a {type(config.keeper).__name__}, expected one "
-                "of the two: an AttachedStore reads blocks of a mesh's pools alone"
-            )
+        require_pools_alone(self, config)
 
     def look(self, cache: Cache) -> None:
         """Saves what is new."""

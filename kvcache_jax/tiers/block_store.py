@@ -20,7 +20,9 @@ _KEY = re.compile("[0-9a-f]{64}")
 class BlockStore(Protocol):
     """A place where values of bytes are kept by keys of 64 hexadecimal digits.
 
-    A call may raise any exception; its keys then count as misses.
+    A call may raise any exception; its keys then count as misses. A store that several processes write also
+    has `replace(key, before, after) -> bool`, as `MemoryStore` has it: without it, of lists of blocks that
+    two processes write at the same moment one is lost, and its blocks are found by `load(prompts=)` alone.
     """
 
     def contains(self, keys: Sequence[str]) -> Sequence[bool]:
@@ -72,7 +74,7 @@ class MemoryStore:
         self.max_bytes = checked_limit(max_bytes)
         self._values: collections.OrderedDict[str, bytes] = collections.OrderedDict()
         self._num_bytes = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def contains(self, keys: Sequence[str]) -> list[bool]:
         """Tests which keys have a value."""
@@ -96,6 +98,14 @@ class MemoryStore:
                 self._num_bytes += len(value)
             while self.max_bytes is not None and self._num_bytes > self.max_bytes:
                 self._drop(next(iter(self._values)))
+
+    def replace(self, key: str, before: Data | None, after: Data) -> bool:
+        """Writes a value if the one before is still there; None if there was none. Returns whether it did."""
+        with self._lock:
+            if self._values.get(checked_key(key)) != before:
+                return False
+            self.put([(key, after)])
+        return True
 
     def remove(self, keys: Sequence[str]) -> None:
         """Removes values; keys without one are skipped."""

@@ -15,6 +15,8 @@ _ROW = np.dtype([("key", "V32"), ("anchor", "V32"), ("group_id", "<u2"), ("slot"
 _NO_KEY = "0" * 64
 _MOST_ROWS = 2**18
 _BATCH = 256
+_MOST_TRIES = 16
+"""To write a list that other processes write too; the last one overwrites what they write."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,12 +59,12 @@ class Questions:
 
     def contains(self, keys: Sequence[str], default: bool = False) -> list[bool]:
         """Tests which keys have a value; `default` is the answer where the store gives none."""
-        return self._answers(self._store.contains, keys, default)
+        return self._answers(lambda keys: [bool(each) for each in self._store.contains(keys)], keys, default)
 
     def get(self, keys: Sequence[str]) -> list[Data | None]:
         """Reads the value of each key; None for a miss, as what is no bytes counts."""
         values = self._answers(self._store.get, keys, None)
-        found = [value if isinstance(value, Data.__value__) else None for value in values]
+        found = [value if _is_bytes(value) else None for value in values]
         if num_others := found.count(None) - sum(value is None for value in values):
             self.drop("no bytes", num_others)
         return found
@@ -70,6 +72,14 @@ class Questions:
     def put(self, items: Sequence[tuple[str, Data]]) -> bool:
         """Writes values; returns whether the store says that it did."""
         return self._call(self._store.put, items) is not _FAILED
+
+    def replace(self, key: str, before: Data | None, after: Data) -> bool:
+        """Writes a value; returns False if there is another one than before, where the store can tell."""
+        replace = getattr(self._store, "replace", None)
+        if replace is None:
+            self.put([(key, after)])
+            return True
+        return self._call(lambda keys: bool(replace(*keys, before, after)), [key]) is not False
 
     def remove(self, keys: Sequence[str]) -> None:
         """Removes values."""
@@ -106,10 +116,20 @@ class Questions:
 _FAILED: Any = object()
 
 
+def _is_bytes(value: Any) -> bool:
+    try:
+        return isinstance(value, Data.__value__) and memoryview(value).c_contiguous
+    except ValueError:  # memory that was released
+        return False
+
+
 def read_entries(store: Questions, scope: Scope) -> list[Entry]:
     """Reads what was saved of a scope; nothing where the list is lost or spoilt."""
     key = key_of("catalogue", scope._asdict())
-    header, rest = _read(store, key)
+    return _entries_in(key, *_read(store, key)[:2])
+
+
+def _entries_in(key: str, header: Mapping[str, Any], rest: Data) -> list[Entry]:
     if header != {"catalogue": key} or len(rest) % _ROW.itemsize:
         return []
     rows, digits = np.frombuffer(rest, _ROW), rest.hex()
@@ -121,43 +141,70 @@ def read_entries(store: Questions, scope: Scope) -> list[Entry]:
     ]
 
 
-def write_entries(store: Questions, scope: Scope, entries: Iterable[Entry]) -> None:
-    """Writes the list of what was saved of a scope, the entries used last where they are too many."""
-    kept = sorted(entries, key=lambda entry: -entry.stamp)[:_MOST_ROWS]
-    rows = np.array(
-        [(bytes.fromhex(entry.key), bytes.fromhex(entry.anchor or _NO_KEY), *entry[2:]) for entry in kept],
-        _ROW,
-    )
+def write_entries(
+    store: Questions, scope: Scope, change: Callable[[Sequence[Entry]], Iterable[Entry]]
+) -> None:
+    """Writes what `change` makes of the list of a scope, the entries used last where they are too many."""
     key = key_of("catalogue", scope._asdict())
-    store.put([(key, pack({"catalogue": key}, [rows.tobytes()]))])
+
+    def changed(header: Mapping[str, Any], rest: Data) -> bytes:
+        entries = change(_entries_in(key, header, rest))
+        kept = sorted(entries, key=lambda entry: -entry.stamp)[:_MOST_ROWS]
+        keys = [(bytes.fromhex(entry.key), bytes.fromhex(entry.anchor or _NO_KEY)) for entry in kept]
+        rows = np.array([(*both, *entry[2:]) for both, entry in zip(keys, kept, strict=True)], _ROW)
+        return pack({"catalogue": key}, [rows.tobytes()])
+
+    _update(store, key, changed)
 
 
 def read_namespaces(store: Questions, weights: str, config: str) -> list[str]:
     """Reads the namespaces that were saved without one being named, each as 32 hexadecimal digits."""
-    header, _ = _read(store, _namespaces_key(weights, config))
+    return _names_in(_read(store, _namespaces_key(weights, config))[0])
+
+
+def _names_in(header: Mapping[str, Any]) -> list[str]:
     names = header.get("namespaces")
     return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
 
 def write_namespaces(store: Questions, weights: str, config: str, namespaces: Sequence[str]) -> None:
     """Adds to the namespaces that were saved."""
-    known = read_namespaces(store, weights, config)
-    if not {*namespaces} <= {*known}:
-        header = {"namespaces": sorted({*known, *namespaces})}
-        store.put([(_namespaces_key(weights, config), pack(header, []))])
+
+    def changed(header: Mapping[str, Any], rest: Data) -> bytes | None:
+        known = {*_names_in(header)}
+        return None if known >= {*namespaces} else pack({"namespaces": sorted(known.union(namespaces))}, [])
+
+    _update(store, _namespaces_key(weights, config), changed)
 
 
 def _namespaces_key(weights: str, config: str) -> str:
     return key_of("namespaces", {"weights": weights, "config": config})
 
 
-def _read(store: Questions, key: str) -> tuple[dict[str, Any], Data]:
+def _update(store: Questions, key: str, change: Callable[[Mapping[str, Any], Data], bytes | None]) -> None:
+    """Writes what `change` makes of a list, also where others write it meanwhile; None for no change."""
+    last: Any = _FAILED
+    for nth in range(_MOST_TRIES):
+        header, rest, before = _read(store, key)
+        after = change(header, rest)
+        if after is None:
+            return
+        # One that cannot be replaced though it has not changed cannot be read.
+        if before == last or nth + 1 == _MOST_TRIES:
+            store.put([(key, after)])
+            return
+        if store.replace(key, before, after):
+            return
+        last = before
+
+
+def _read(store: Questions, key: str) -> tuple[dict[str, Any], Data, Data | None]:
+    """Reads a list: its header, what follows it, and all of its bytes, None where it is lost or spoilt."""
     data = store.get([key])[0]
-    if data is None:
-        return {}, b""
-    try:
-        return unpack(data)
-    except BadValueError as error:
-        store.drop(f"list {error}")
-        store.remove([key])
-        return {}, b""
+    if data is not None:
+        try:
+            return *unpack(data), data
+        except BadValueError as error:
+            store.drop(f"list {error}")
+            store.remove([key])
+    return {}, b"", None

@@ -14,6 +14,8 @@ from kvcache_jax.tiers.block_store import Data, checked_key, checked_limit
 
 _MARKER = "kvcache_jax_blocks.json"
 _FORMAT = 1
+_LOCK_SECONDS = 5.0
+"""Time for which another process that replaces a value is waited for: it may have been stopped."""
 _STALE_SECONDS = 3600
 """Age at which a temporary file is one whose writer was killed."""
 
@@ -69,6 +71,15 @@ class DirectoryStore:
             self._write(file, value)
         self._make_room(sum(len(value) for _, value in items))
 
+    def replace(self, key: str, before: Data | None, after: Data) -> bool:
+        """Writes a value if the one before is still there; None if there was none. Returns whether it did."""
+        with open(self.path / _MARKER, "rb") as marker:
+            _wait_for_lock(marker.fileno())
+            if self._read(self._file(key)) != before:
+                return False
+            self.put([(key, after)])
+        return True
+
     def remove(self, keys: Sequence[str]) -> None:
         """Removes values; keys without one are skipped."""
         for key in keys:
@@ -91,10 +102,12 @@ class DirectoryStore:
                         "or one that a DirectoryStore made"
                     )
                 self._write(marker, json.dumps({"format_version": _FORMAT}).encode())
-            version = json.loads(marker.read_bytes())["format_version"]
+            text = marker.read_bytes()
         except OSError as error:
             raise type(error)(f"{self.path} is no directory that can be read and written: {error}") from error
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
+        try:
+            version = json.loads(text)["format_version"]
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise ValueError(
                 f"{marker} is broken, expected a format version there: remove the directory"
             ) from error
@@ -159,3 +172,21 @@ class DirectoryStore:
                 elif time.time() - status.st_mtime > _STALE_SECONDS:
                     pathlib.Path(entry.path).unlink(missing_ok=True)
         return found
+
+
+def _wait_for_lock(file: int) -> None:
+    """Locks a file until it is closed, where the system and the mount can; goes on without after a while."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return
+    ends_at = time.monotonic() + _LOCK_SECONDS
+    while time.monotonic() < ends_at:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(0.001)
+        except OSError:
+            return
+        else:
+            return

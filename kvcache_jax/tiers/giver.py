@@ -18,7 +18,7 @@ from jax.typing import ArrayLike
 
 from kvcache_jax.arrays.number_checks import finite_number
 from kvcache_jax.core import token_arguments
-from kvcache_jax.core.attachment import Attachment
+from kvcache_jax.core.attachment import Attachment, shard_of
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import Cache
 from kvcache_jax.prefix.group_links import link_places
@@ -35,6 +35,7 @@ from kvcache_jax.tiers.save_blocks import (
     checked_weights,
     namespace_digits,
     read_contents,
+    require_pools_alone,
     require_stored,
     scopes_of,
 )
@@ -132,7 +133,8 @@ class Giver(Attachment):
         self._offers: dict[int, _Offer] = {}
         self._num_offers = 0
         self._lock = threading.Lock()
-        self._named: NamedBlocks[Keyed] = NamedBlocks()
+        # By shard of a mesh.
+        self._named: dict[int, NamedBlocks[Keyed]] = collections.defaultdict(NamedBlocks)
         self.num_dropped = 0
         try:
             self._server = _Server(self, host, port)
@@ -175,8 +177,22 @@ class Giver(Attachment):
             self._offers[number] = _Offer(names, self._end_of_lease())
         return Ticket(*self.address, self._epoch, number, self._weights, config)
 
+    def check_shards(self, config: CacheConfig) -> None:
+        """Refuses a mesh's caches that keep blocks outside of their pools."""
+        require_pools_alone(self, config)
+
     def look(self, cache: Cache) -> None:
-        """Copies what the cache has of the offers that are not finished; takers get it at once."""
+        """Copies what the cache has of the offers that are not finished; takers get it at once.
+
+        Raises:
+          ValueError: a cache of another config: nothing of it would be found under the tickets.
+        """
+        own, other = config_digest(self._config), config_digest(cache.config)
+        if own != other:
+            raise ValueError(
+                f"the cache's config is {other[:12]} and the Giver's {own[:12]}, expected "
+                "Giver(cache.config, ...): only sizes of pools and tables may differ"
+            )
         self.expire()
         with self._lock:
             offers = [offer for offer in self._offers.values() if not offer.is_whole]
@@ -186,8 +202,9 @@ class Giver(Attachment):
         cache = cache.config.keeper.settle(cache)
         blocks = read_blocks(cache)
         scopes = scopes_of(cache, self._weights, namespaces_of(blocks))
-        self._named.update(blocks, keyed_by(scopes, cache.config.indexed_group))
-        places = {keyed[0]: (at, keyed) for at, keyed in enumerate(self._named.names) if keyed}
+        named = self._named[shard_of(cache)]
+        named.update(blocks, keyed_by(scopes, cache.config.indexed_group))
+        places = {keyed[0]: (at, keyed) for at, keyed in enumerate(named.names) if keyed}
         wanted = {key: places[key] for offer in offers for key in offer.names if key in places}
         found = {key: published_block(blocks, *place, 0) for key, place in wanted.items()}
         known = {key: value for offer in offers for key, value in offer.values.items()}

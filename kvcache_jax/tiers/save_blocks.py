@@ -12,13 +12,13 @@ from jax.typing import ArrayLike
 from kvcache_jax.core import arguments
 from kvcache_jax.core.attachment import ShardCache
 from kvcache_jax.core.cache_checks import require_prefix_index, require_values
+from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import Cache
 from kvcache_jax.operations.transfer import export_blocks
 from kvcache_jax.tiers.block_store import BlockStore
 from kvcache_jax.tiers.catalogue import (
     Questions,
     StoreReport,
-    read_entries,
     write_entries,
     write_namespaces,
 )
@@ -117,10 +117,13 @@ def write_blocks(
 def write_lists(questions: Questions, listed: Listed, *, is_open: bool) -> None:
     """Lists blocks beside those that others listed; where it `is_open`, who names no namespace finds them."""
     for scope, entries in listed.items():
-        earlier = read_entries(questions, scope)
-        still_there = questions.contains([entry.key for entry in earlier], default=True)
-        others = {entry.key: entry for entry, is_one in zip(earlier, still_there, strict=True) if is_one}
-        write_entries(questions, scope, (others | dict(entries)).values())
+
+        def with_mine(earlier: Sequence[Entry], entries: Mapping[str, Entry] = entries) -> Iterable[Entry]:
+            still_there = questions.contains([entry.key for entry in earlier], default=True)
+            others = {entry.key: entry for entry, is_one in zip(earlier, still_there, strict=True) if is_one}
+            return (others | dict(entries)).values()
+
+        write_entries(questions, scope, with_mine)
     if is_open and listed:
         weights, config, _ = next(iter(listed))
         write_namespaces(questions, weights, config, [scope.namespace for scope in listed])
@@ -178,6 +181,16 @@ def require_stored(caller: str, cache: Cache) -> None:
     require_prefix_index(caller, cache)
     if not cache.pools:
         raise ValueError(f"{caller} got a cache built with storage=False, expected one with keys and values")
+
+
+def require_pools_alone(caller: Any, config: CacheConfig) -> None:
+    """Refuses a mesh's caches that keep blocks outside of their pools."""
+    if config.keeper.memory_kind is not None:
+        name, keeper = type(caller).__name__, type(config.keeper).__name__
+        raise NotImplementedError(
+            f"the engine has a placement and extras has a {keeper}, expected one of the two: {name} reads "
+            "blocks of a mesh's pools alone"
+        )
 
 
 def scopes_of(cache: Cache, weights: str, namespaces: Iterable[str]) -> dict[str, Scope]:

@@ -110,6 +110,20 @@ class TensorStore:
             while pairs:
                 pairs = self._put_some(pairs)
 
+    def replace(self, key: str, before: Data | None, after: Data) -> bool:
+        """Writes a value if the one before is still there; None if there was none. Returns whether it did.
+
+        With a limit it writes the value always.
+        """
+        if self.max_bytes is not None:
+            self.put([(key, after)])
+            return True
+        found = self._root.read(checked_key(key)).result()
+        if (found.value if found.state == "value" else None) != before:
+            return False
+        written = self._root.write(key, bytes(after), if_equal=found.stamp.generation).result()
+        return bool(written.generation)
+
     def remove(self, keys: Sequence[str]) -> None:
         """Removes values; keys without one are skipped.
 

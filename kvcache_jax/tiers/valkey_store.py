@@ -5,6 +5,12 @@ from typing import Any
 
 from kvcache_jax.tiers.block_store import Data, checked_key
 
+_REPLACE = """
+if (redis.call('get', KEYS[1]) or '') ~= ARGV[1] then return 0 end
+redis.call('set', KEYS[1], ARGV[2])
+return 1
+"""
+
 
 class ValkeyStore:
     """A store in a server of Valkey or Redis, which several processes and machines may share.
@@ -47,6 +53,11 @@ class ValkeyStore:
         if items:
             names = self._names([key for key, _ in items])
             self._client.mset({name: bytes(value) for name, (_, value) in zip(names, items, strict=True)})
+
+    def replace(self, key: str, before: Data | None, after: Data) -> bool:
+        """Writes a value if the one before is still there; None if there was none. Returns whether it did."""
+        [name] = self._names([key])
+        return bool(self._client.eval(_REPLACE, 1, name, bytes(before or b""), bytes(after)))
 
     def remove(self, keys: Sequence[str]) -> None:
         """Removes values; keys without one are skipped."""

@@ -105,8 +105,9 @@ def test_an_engine_on_a_mesh_and_a_store():
     link.flush()
     assert link.close() and link.num_dropped == 0 and not link.report().reasons
 
-    link, reader = linked(store), Reader()
-    engine = reader.engine = engine_on(mesh, reader, link)
+    link, reader, giver = linked(store), Reader(), kv.tiers.Giver(SPLIT, weights="w")
+    engine = reader.engine = engine_on(mesh, reader, link, giver)
+    tickets = [giver.offer(prompt) for prompt in prompts]
     assert num_cached(engine, requests) == warm
     assert engine.metrics()["vllm:external_prefix_cache_hits"] == warm
     assert link.close() and not link.report().reasons
@@ -117,6 +118,15 @@ def test_an_engine_on_a_mesh_and_a_store():
     assert report.num_loaded == 4 * 2 and not report.reasons
     hits = [int(kv.lookup(cache, np.array([prompt]), [12])[0]) for prompt in prompts]
     assert hits == [8] * 4
+    # And what a mesh gives it.
+    other = kv.init(PLAIN)
+    with giver:
+        for ticket, prompt in zip(tickets, prompts, strict=True):
+            giver.finish(ticket)
+            other, report = kv.tiers.take(ticket, other, prompt, weights="w")
+            assert report.num_loaded == 2 and not report.reasons
+    contents = [export(each, kv.tiers.eviction_candidates(each, 8)) for each in (cache, other)]
+    assert leaf_bytes(contents[0]) == leaf_bytes(contents[1])
 
 
 def test_the_control_state_of_all_shards_is_gathered_at_once():
@@ -136,14 +146,16 @@ def test_the_control_state_of_all_shards_is_gathered_at_once():
         assert leaf_bytes(control) == leaf_bytes(jax.tree.map(lambda x, shard=shard: x[shard], stacked))
 
 
-def test_a_store_beside_a_host_tier_sees_no_mesh():
+def test_a_store_or_a_giver_beside_a_host_tier_sees_no_mesh():
     mesh = Mesh(np.array(jax.devices()[:2]), ("rows",))
     hosted = dataclasses.replace(PLAIN, extras=[kv.tiers.Host(4)])
     engine = kv.Engine(
         exact_model.forward, make_params(), hosted, **SIZES, placement=kv.engine.Placement(mesh, "rows")
     )
-    with pytest.raises(NotImplementedError, match="the engine has a placement and extras has a Host, expec"):
-        engine.attach(linked(kv.tiers.MemoryStore()))
+    with kv.tiers.Giver(hosted, weights="w") as giver:
+        for each in (linked(kv.tiers.MemoryStore()), giver):
+            with pytest.raises(NotImplementedError, match="has a placement and extras has a Host, expected"):
+                engine.attach(each)
 
 
 def test_a_store_goes_from_one_engine_to_another():

@@ -20,14 +20,16 @@ WINDOWS = dataclasses.replace(
 )
 
 
-def placed(cache, devices):
-    """The cache with its heads split over devices."""
-    mesh = Mesh(np.array(jax.devices())[devices], ("heads",))
+def placed(cache, devices, axes=("heads",)):
+    """The cache with its heads, the tokens of its blocks, or both, split over devices."""
+    mesh = Mesh(np.array(jax.devices())[np.array(devices)], axes)
 
     def put(spec, tree):
         return jax.device_put(tree, NamedSharding(mesh, spec))
 
-    return dataclasses.replace(put(P(), cache), pools=put(P(None, "heads"), cache.pools))
+    pools = put(P(None, *(axis if axis in axes else None for axis in ("heads", "context"))), cache.pools)
+    config = dataclasses.replace(cache.config, **{f"{axis.rstrip('s')}_axis": axis for axis in axes})
+    return dataclasses.replace(put(P(), cache), pools=pools, config=config)
 
 
 def served(*texts, config=HEADS, namespace=None):
@@ -46,20 +48,52 @@ def copied(source, user, *texts, **options):
     return report
 
 
-@pytest.mark.quick_cases("[0, 1, 2, 3]-[4, 5]-one group")
+def given(source, cache, text):
+    with kv.tiers.Giver(source.config, weights="w") as giver:
+        ticket = giver.offer(text)
+        giver.finish(ticket, source)
+        return kv.tiers.take(ticket, cache, text, weights="w")
+
+
+def stored(source, cache, text):
+    store = kv.tiers.MemoryStore()
+    kv.tiers.save(source, store, weights="w")
+    return kv.tiers.load(store, cache, weights="w")
+
+
+WAYS = {
+    "copied": lambda source, cache, text: kv.tiers.copy_prompts(source, cache, [text]),
+    "given": given,
+    "stored": stored,
+}
+BOTH, CONTEXT = ("heads", "context"), ("context",)
+PLACES = {
+    "[0, 1, 2, 3]-[4, 5]": (([0, 1, 2, 3],), ([4, 5],)),
+    "[0]-[1]": (([0],), ([1],)),
+    "[6, 7]-[6]": (([6, 7],), ([6],)),
+    "[6]-[7, 6]": (([6],), ([7, 6],)),
+    "[0, 1]-[1, 0]": (([0, 1],), ([1, 0],)),
+    "context-heads": (([0, 1], CONTEXT), ([3, 2, 1, 0],)),
+    "both-context": (([[0, 1], [2, 3]], BOTH), ([5, 4], CONTEXT)),
+    "both-both": (([[0, 1], [2, 3]], BOTH), ([[4, 6], [5, 7]], BOTH)),
+}
+
+
+@pytest.mark.quick_cases("[0, 1, 2, 3]-[4, 5]-one group-copied", "[0, 1, 2, 3]-[4, 5]-one group-given")
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("config", [HEADS, WINDOWS], ids=["one group", "windows"])
-@pytest.mark.parametrize("there, here", [([0], [1]), ([0, 1, 2, 3], [4, 5]), ([6, 7], [6])], ids=str)
-def test_heads_may_be_split_otherwise(config, there, here):
-    """From a device to another one, from four devices to two others, and from two to one of them."""
+@pytest.mark.parametrize("places", PLACES)
+def test_heads_and_contexts_may_be_split_otherwise(config, places, way):
+    """Whatever devices have the caches: what is found, and its contents, are those of one device."""
     user, text = PrefixUser(config), PrefixUser.new_text(None, 1, 22)  # type: ignore
-    source = placed(served(text, config=config).cache, there)
-    user.cache = placed(user.cache, here)
+    caches = served(text, config=config).cache, user.cache
+    source, cache = (placed(each, *place) for each, place in zip(caches, PLACES[places], strict=True))
     before = leaf_bytes(source)
-    shardings = [x.sharding for x in jax.tree.leaves(user.cache.pools)]
-    user.cache, report = kv.tiers.copy_prompts(source, user.cache, [text])
-    for x, sharding in zip(jax.tree.leaves(user.cache.pools), shardings, strict=True):
+    shardings = [x.sharding for x in jax.tree.leaves(cache.pools)]
+    cache, report = WAYS[way](source, cache, text)
+    for x, sharding in zip(jax.tree.leaves(cache.pools), shardings, strict=True):
         assert x.sharding.is_equivalent_to(sharding, x.ndim)
-    user.cache = jax.device_put(user.cache, jax.devices()[0])
+    user.cache = dataclasses.replace(jax.device_put(cache, jax.devices()[0]), config=config)
     assert report.num_loaded >= 5 and not report.reasons
     assert user.start(0, text) == 20
     assert leaf_bytes(source) == before

@@ -52,9 +52,61 @@ def test_of_two_blocks_for_one_place_none_is_read_over_the_other(older):
         entry._replace(anchor=first, stamp=entry.stamp + 100 * older) if entry.anchor == second else entry
         for entry in (entry._replace(stamp=entry.stamp + 200) for entry in entries)
     ]
-    write_entries(Questions(store), scope, forged)
+    write_entries(Questions(store), scope, lambda _: forged)
     user = PrefixUser(config)
     user.cache, _ = kv.tiers.load(store, user.cache, weights=W)
     for text in texts:
         user.start(0, text)  # which compares all that it hits
         user.free(0)
+
+
+def released(value):
+    view = memoryview(value)
+    view.release()
+    return view
+
+
+ANSWERS = {
+    "every second byte": ("get", lambda values: [value and memoryview(value * 2)[::2] for value in values]),
+    "memory that is gone": ("get", lambda values: [value and released(value) for value in values]),
+    "numbers": ("get", lambda values: [value and memoryview(value[:8]).cast("i") for value in values]),
+    "nothing": ("get", lambda values: None),
+    "names": ("get", lambda values: dict(zip("abcdefghijkl", values, strict=False))),
+    "arrays": ("contains", lambda values: [np.ones(3)] * len(values)),
+    "a number": ("contains", len),
+}
+
+
+class OddStore(kv.tiers.MemoryStore):
+    """A store of which one call answers something that is no answer."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.call, self.change = ANSWERS[name]
+
+    def get(self, keys):
+        return self.change(super().get(keys)) if self.call == "get" else super().get(keys)
+
+    def contains(self, keys):
+        found = super().contains(keys)
+        return self.change(found) if self.call == "contains" else found
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_what_is_no_answer_is_a_miss(name):
+    """Also beside a loop, whose thread goes on."""
+    user, cold, store = PrefixUser(CONFIG), PrefixUser(CONFIG), OddStore(name)
+    user.start(0, prompt := user.new_text(1, 13))
+    user.free(0)
+    assert kv.tiers.save(user.cache, store, weights=W).num_saved == 3
+    assert kv.tiers.save(user.cache, store, weights=W).num_dropped > 0
+    cold.cache, report = kv.tiers.load(store, cold.cache, weights=W, prompts=[prompt])
+    assert report.num_loaded == 0 and report.num_dropped > 0 and cold.start(0, prompt) == 0
+    link = kv.tiers.AttachedStore(store, weights=W, timeout=60.0)
+    cold.free(0)
+    cold.cache, _ = kv.reset_prefix_cache(cold.cache)
+    for text in ([*prompt, 1, 2, 3, 4], prompt):
+        assert not link.find(cold.cache, text)[1]
+    assert link.close()
+    cold.cache, is_done = link.find(cold.cache, prompt)
+    assert is_done and link.metrics()["vllm:external_prefix_cache_hits"] == 0

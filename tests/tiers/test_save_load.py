@@ -138,6 +138,17 @@ def test_prompts_find_what_a_store_has_of_them():
     assert report.num_loaded == 0
 
 
+def test_what_a_prompt_goes_on_from_makes_no_room_for_it():
+    """Though it was used longest ago: of the others as much goes as there has to."""
+    text, others = PrefixUser.new_text(None, 1, 25), (PrefixUser.new_text(None, 2, 13), None)  # type: ignore
+    store, _ = saved(saved_user(text))
+    cold = saved_user(text[:9], others[0], config=dataclasses.replace(CONFIG, num_blocks=6))
+    for length, reasons, hits in ((17, {}, (16, 8)), (25, {}, (24, 0))):
+        cold.cache, report = kv.tiers.load(store, cold.cache, weights=W, prompts=[text[:length]])
+        assert report.reasons == reasons
+        assert (cold.lookup(text), cold.lookup(others[0])) == hits
+
+
 def test_a_namespace_alone():
     user = saved_user((1, 9), config=CONFIG)
     user.start(0, user.new_text(2, 9), TENANT_A)

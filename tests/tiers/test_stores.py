@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import kvcache_jax as kv
+from kvcache_jax.tiers import directory_store
 from kvcache_jax.tiers.directory_store import DirectoryStore
 from tests.tiers.store_writers import kill_writers
 from tests.tiers.valkey_server import serving
@@ -113,9 +114,55 @@ def test_what_is_put_is_read_until_it_is_removed(store):
     assert isinstance(store, kv.tiers.BlockStore) and not isinstance(object(), kv.tiers.BlockStore)
 
 
+def test_a_value_is_replaced_if_it_is_still_there(store):
+    """Where a store can tell; of two that replace the same one, the second is told."""
+    if not hasattr(store, "replace"):
+        pytest.skip("lists of several processes are lost")
+    assert store.replace(KEYS[0], None, b"first") and store.replace(KEYS[1], None, b"")
+    is_limited = bool(getattr(store, "max_bytes", None))
+    for before, after in ((None, b"second"), (b"other", b"second"), (b"firs", b"second")):
+        assert store.replace(KEYS[0], before, after) == is_limited
+    if not is_limited:
+        assert read(store, KEYS[:2]) == [b"first", b""]
+    assert store.replace(KEYS[0], store.get(KEYS[:1])[0], memoryview(b"third"))
+    assert read(store, KEYS[:1]) == [b"third"]
+
+
+def test_of_what_threads_replace_at_once_nothing_is_lost(store):
+    """Each adds one to a number again and again; they have a directory's files open as processes have."""
+    if not hasattr(store, "replace") or getattr(store, "max_bytes", None):
+        pytest.skip("lists of several processes are lost")
+    store.put([(KEYS[0], b"0")])
+
+    def add():
+        for _ in range(25):
+            before = store.get(KEYS[:1])[0]
+            while not store.replace(KEYS[0], before, b"%d" % (int(bytes(before)) + 1)):
+                before = store.get(KEYS[:1])[0]
+
+    threads = [threading.Thread(target=add) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert read(store, KEYS[:1]) == [b"100"]
+
+
+def test_a_process_that_was_stopped_while_it_replaced_a_value_keeps_none_waiting(tmp_path, monkeypatch):
+    fcntl = pytest.importorskip("fcntl")
+    monkeypatch.setattr(directory_store, "_LOCK_SECONDS", 0.05)
+    store = DirectoryStore(tmp_path)
+    with open(tmp_path / "kvcache_jax_blocks.json", "rb") as marker:
+        fcntl.flock(marker, fcntl.LOCK_EX)
+        assert store.replace(KEYS[0], None, b"value") and read(store, KEYS[:1]) == [b"value"]
+
+
 @pytest.mark.parametrize("key", ["../../../../etc/passwd", "/etc/passwd", "", "ab", "G" * 64, "0" * 65, None])
 def test_a_key_never_leaves_the_store(store, key):
-    for call in (store.contains, store.get, store.remove, lambda keys: store.put([(keys[0], b"x")])):
+    calls = [store.contains, store.get, store.remove, lambda keys: store.put([(keys[0], b"x")])]
+    if hasattr(store, "replace"):
+        calls.append(lambda keys: store.replace(keys[0], None, b"x"))
+    for call in calls:
         with pytest.raises(ValueError, match="key is .*, expected 64 hexadecimal digits"):
             call([key])
 
@@ -345,8 +392,10 @@ def test_a_directory_of_something_else_is_refused(tmp_path):
         ('{"format_version": 2}', "has blocks of format 2, expected 1: read it with the kvcache_jax that"),
         ('{"format_ver', "is broken, expected a format version there"),
         ("[]", "is broken, expected a format version there"),
+        ("\xff\xfe\0", "is broken, expected a format version there"),
+        ("[" * 9999, "is broken, expected a format version there"),
     ):
-        made.write_text(text)
+        made.write_bytes(text.encode("latin-1"))
         with pytest.raises(ValueError, match=error):
             DirectoryStore(made.parent)
 

@@ -259,13 +259,102 @@ def test_what_a_giver_says_is_verified(giver, change, reason):
 # --- other configs, and bad input ---
 
 
-def test_a_taker_of_another_kind_is_refused(giver):
+def num_usable(prompt, text):
+    """The tokens of a prompt, but its last one, that whole blocks of a text have."""
+    length = 0
+    while length + 4 < min(len(prompt), len(text) + 1) and prompt[: length + 4] == text[: length + 4]:
+        length += 4
+    return length
+
+
+PROMPTS = {
+    "shorter": text_of(1)[:11],
+    "a block shorter": text_of(1)[:16],
+    "a whole block": text_of(1)[:4],
+    "longer": [*text_of(1), *range(9)],
+    "parts in a block": [*text_of(1)[:10], *text_of(2, 30)[10:]],
+    "parts between blocks": [*text_of(1)[:8], *text_of(2)[8:]],
+    "parts at the last token": [*text_of(1)[:16], 7],
+    "parts at once": [7, *text_of(1)[1:]],
+    "goes on before it": text_of(1)[4:],
+    "one token": text_of(1)[:1],
+    "none": [],
+}
+
+
+def test_a_taker_of_another_prompt_finds_what_both_begin_with(giver):
+    """What its row computes and what came are compared with its own text."""
+    user, hits = PrefixUser(CONFIG), {}
+    for name, prompt in PROMPTS.items():
+        _, ticket = offered(giver, text_of(1))
+        user.cache, _ = kv.reset_prefix_cache(user.cache)
+        report = take(ticket, user, prompt)
+        hits[name] = 4 * report.num_loaded
+        assert not report.reasons and user.lookup(prompt) == hits[name] == num_usable(prompt, text_of(1))
+        if prompt:
+            assert user.start(0, prompt) == hits[name]
+            user.free(0)
+    assert {*hits.values()} == {0, 8, 12, 16} and giver.num_offers == 0
+
+
+SIZES = {
+    "shorter rows": (dict(max_seq_len=16), {"BAD_LENGTH": 3}, 16),
+    "longer rows": (dict(max_seq_len=200, max_seqs=2), {}, 28),
+    "few blocks": (dict(num_blocks=3), {"no room": 4}, 12),
+    "one block": (dict(num_blocks=1), {"no room": 6}, 4),
+    "many blocks": (dict(num_blocks=300, eviction_policy="lfu", partial_hits=True), {}, 28),
+    "a host": (dict(num_blocks=8, extras=[kv.tiers.Host(8)]), {}, 28),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SIZES)
+def test_a_taker_of_other_sizes_takes_what_it_has_room_for(giver, name):
+    (sizes, reasons, hit), text = SIZES[name], text_of(1, 29)
+    _, ticket = offered(giver, text)
+    user = PrefixUser(dataclasses.replace(CONFIG, **sizes))
+    report = take(ticket, user, text)
+    assert (report.reasons, 4 * report.num_loaded) == (reasons, hit)
+    prompt = text[: min(user.cache.config.max_seq_len, 4 * user.cache.config.num_blocks)]
+    assert user.start(0, prompt) == num_usable(prompt, text)
+
+
+FULL = kv.FullAttention(1, 5)
+KINDS = {
+    "dtype": dict(dtype=np.float16),
+    "block size": dict(block_size=2),
+    "another layer": dict(layers=[FULL] * 3),
+    "heads": dict(layers=[kv.FullAttention(2, 5)] * 2),
+    "window": dict(layers=[kv.SlidingWindow(1, 5, window=60)] * 2),
+    "a layer's block size": dict(layers=[FULL, kv.FullAttention(1, 5, block_size=8)]),
+    "int8": dict(layers=[kv.Quantised(FULL, "int8")] * 2),
+    "fp8": dict(layers=[kv.Quantised(FULL, "fp8")] * 2),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_taker_of_another_kind_is_refused(giver, name):
+    """By `take`; of a store of tickets, which sees keys alone, it is a miss."""
     _, ticket = offered(giver, text_of(1))
-    other = kv.init(dataclasses.replace(CONFIG, dtype=np.float16))
+    other = kv.init(dataclasses.replace(CONFIG, **KINDS[name]))
     with pytest.raises(ValueError, match="offer is of config .*, expected .* as here: take from a giver of"):
         kv.tiers.take(ticket, other, text_of(1), weights="w")
+    peers = kv.tiers.PeerStore(ticket)
+    _, report = kv.tiers.load(peers, other, weights="w", prompts=[text_of(1)])
+    assert report == kv.tiers.StoreReport()
+    peers.release()
+
+
+def test_a_taker_of_other_weights_is_refused(giver):
+    _, ticket = offered(giver, text_of(1))
     with pytest.raises(ValueError, match="offer is of weights w, expected x as here"):
         take(ticket, PrefixUser(CONFIG), text_of(1), weights="x")
+
+
+def test_a_taker_of_another_dtype_of_equal_bytes_is_refused():
+    configs = [dataclasses.replace(CONFIG, dtype=dtype) for dtype in ("float16", "bfloat16")]
+    with Recorder(configs[0]) as giver, pytest.raises(ValueError, match="offer is of config"):
+        kv.tiers.take(giver.offer(text_of(1)), kv.init(configs[1]), text_of(1), weights="w")
 
 
 def test_a_giver_refuses_what_it_cannot_do(giver):
@@ -281,6 +370,9 @@ def test_a_giver_refuses_what_it_cannot_do(giver):
         kv.tiers.Giver(CONFIG, weights="w", port=giver.address[1])
     with pytest.raises(TypeError, match="prompt"):
         giver.offer(["a"])
+    other = kv.init(dataclasses.replace(CONFIG, block_size=8))
+    with pytest.raises(ValueError, match=r"config is .* and the Giver's .*, expected Giver\(cache.config, "):
+        giver.look(other)
 
 
 @pytest.mark.parametrize(

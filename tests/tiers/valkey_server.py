@@ -20,6 +20,11 @@ class Handler(socketserver.StreamRequestHandler):
             return b"*%d\r\n" % len(words) + b"".join(map(bulk, map(values.get, words)))
         if command == b"MSET":
             values.update(zip(words[::2], words[1::2], strict=True))
+        elif command == b"EVAL":  # `replace`
+            _, _, key, before, after = words
+            is_same = values.get(key, b"") == before
+            values.update({key: after} if is_same else {})
+            return b":%d\r\n" % is_same
         elif command == b"EXISTS":
             return b":%d\r\n" % sum(word in values for word in words)
         elif command == b"UNLINK":
