@@ -39,6 +39,15 @@ def shard_of(cache: Cache) -> int:
     return cache.shard if isinstance(cache, ShardCache) else 0
 
 
+def require_prefix_caching(what: str, config: CacheConfig) -> None:
+    """Refuses a loop whose cache has no prefix index, before its first program."""
+    if not config.enable_prefix_caching:
+        raise ValueError(
+            f"{what} is attached to an engine without prefix caching, expected one with "
+            "CacheConfig(enable_prefix_caching=True)"
+        )
+
+
 class Attachment:
     """A base of all that takes part in a loop's cache, such as a store or events; it does nothing itself.
 
@@ -51,6 +60,13 @@ class Attachment:
     """
 
     wake: Callable[[], object] | None = None
+
+    def begin(self, config: CacheConfig) -> None:
+        """Begins to see caches of a config, as the loop takes it; forgets those of a loop before.
+
+        Raises:
+          ValueError: it can do nothing with such caches.
+        """
 
     def check_shards(self, config: CacheConfig) -> None:
         """Refuses to see the `ShardCache`s of a mesh; a subclass that can do with them overrides it.

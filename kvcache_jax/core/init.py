@@ -47,7 +47,7 @@ def init(
       A cache with all rows idle, all blocks free and all keys and values 0.
 
     Raises:
-      TypeError: `config` is something else.
+      TypeError: `config` or `sharding` is something else.
       ValueError: `sharding` splits another axis than heads and tokens, the heads over another mesh axis than
         `config.head_axis`, the tokens over another than `config.context_axis`, or either over devices that do
         not divide them; or the current mesh does not have that axis.
@@ -66,6 +66,8 @@ def init(
             if axis is not None:
                 check_in_mesh(name, axis)
         sharding = PartitionSpec(None, *own_axes.values(), None)
+    if not (sharding is None or isinstance(sharding, Sharding | PartitionSpec)):
+        raise TypeError(f"sharding is {sharding!r}, expected a jax.sharding.Sharding or a PartitionSpec")
     if isinstance(sharding, NamedSharding | PartitionSpec):
         spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
         _check_spec(spec, config)
@@ -139,6 +141,12 @@ def _check_heads(sharding: NamedSharding | PartitionSpec, spec: PartitionSpec, c
     mesh = sharding.mesh if isinstance(sharding, NamedSharding) else jax.sharding.get_abstract_mesh()
     axis = spec[1] if len(spec) > 1 else None
     names = axis if isinstance(axis, tuple) else (axis,)
+    used = [name for name in (*names, config.context_axis) if name is not None]
+    if len({*used}) < len(used) or not {*used} <= {*mesh.axis_names}:
+        raise ValueError(
+            f"sharding is {spec} and the mesh has the axes {mesh.axis_names}, expected each of them once at "
+            "most: a PartitionSpec is for the mesh of `with jax.set_mesh(mesh)`"
+        )
     num_devices = math.prod(mesh.shape.get(name, 1) for name in names)
     check_heads_divide(config.groups, axis, num_devices)
     if config.context_axis is not None:

@@ -39,6 +39,7 @@ class Attachments:
             )
         if self._is_of_shards:
             attachment.check_shards(self._config)
+        attachment.begin(self._config)
         attachment.wake = self._note_answer
         # Who is asked next is counted from the end.
         self._attached.insert(0, attachment)

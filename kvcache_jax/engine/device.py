@@ -174,7 +174,8 @@ class Device:
         lowered = functools.cache(lambda: self.lower(inboxes))
         program = lambda: {"": hashlib.sha256(lowered().as_text().encode()).hexdigest()}  # noqa: E731
         self._team.agree("Engine", "program", program)
-        lowered().compile()
+        with self._shards.own_mesh():
+            lowered().compile()
 
     def launch(self, inboxes: Sequence[Inbox], length: Length, now: int) -> None:
         """Launches a dispatch at the time `now` in ticks.

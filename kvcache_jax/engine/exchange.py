@@ -76,7 +76,8 @@ class Exchange:
 
     def controls(self, cache: Cache) -> list[Control]:
         """Reads the control state of each shard, in numpy."""
-        rows = self._read(self._gather(cache.control))
+        with jax.set_mesh(self._mesh):  # the caller may have set another one
+            rows = self._read(self._gather(cache.control))
         forms = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), cache.control)
         return [_Layout(forms).read(row) for row in rows]
 
@@ -90,15 +91,17 @@ class Exchange:
 
     def export(self, cache: Cache, shard: int, block_ids: np.ndarray) -> BlockContents:
         """Reads blocks i32[n] of a shard as `export_blocks`, in numpy."""
-        return self._read(self._export(cache, np.int32(shard), block_ids))
+        with jax.set_mesh(self._mesh):
+            return self._read(self._export(cache, np.int32(shard), block_ids))
 
     def publish(
         self, cache: Cache, shard: int, num: int, contents: BlockContents | None
     ) -> tuple[Cache, np.ndarray]:
         """Publishes `num` blocks in a shard as `import_making_room`; followers need no contents."""
         shapes = jax.eval_shape(export_blocks, self.form, jax.ShapeDtypeStruct((num,), jnp.int32))
-        whole = self._shared(shapes, contents)
-        cache, status = self._publish(cache, np.int32(shard), whole)
+        with jax.set_mesh(self._mesh):
+            whole = self._shared(shapes, contents)
+            cache, status = self._publish(cache, np.int32(shard), whole)
         return cache, self._read(status)
 
     def _read(self, tree: Any) -> Any:

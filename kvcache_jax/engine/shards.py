@@ -6,6 +6,7 @@ heads are split over `config.head_axis`, and the tokens of blocks over `config.c
 and tokens alone, schedule alike.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -46,13 +47,19 @@ class Shards:
     """
 
     def __init__(self, placement: Placement | None, config: CacheConfig, params: Any):
-        mesh = placement.mesh if placement else None
+        mesh = _automatic(placement.mesh) if placement else None
         require_axis("config.head_axis", config.head_axis, mesh)
         require_axis("config.context_axis", config.context_axis, mesh)
         if mesh is not None and config.head_axis is not None:
             check_heads_divide(config.groups, config.head_axis, mesh.shape[config.head_axis])
         if mesh is not None and config.context_axis is not None:
             check_tokens_divide(config.groups, config.context_axis, mesh.shape[config.context_axis])
+        axes = (placement.row_axis if placement else None, config.head_axis, config.context_axis)
+        if twice := {axis for axis in axes if axis is not None and axes.count(axis) > 1}:
+            raise ValueError(
+                f"row_axis, config.head_axis and config.context_axis are {axes}, expected different axes: "
+                f"{twice.pop()!r} cannot split two of rows, heads and tokens"
+            )
         self.home: Sharding | None = None
         self._mesh, self._row_axis, self._config = mesh, placement.row_axis if placement else None, config
         spec = placement.params_spec if placement else None
@@ -69,11 +76,7 @@ class Shards:
         else:
             self._program = self._program_on(mesh)
             self.exchange = Exchange(mesh, self._row_axis, config, self._cache_specs, self.team)
-            self._params_at = jax.tree.map(
-                lambda spec: NamedSharding(mesh, spec or PartitionSpec()),
-                self._params_spec,
-                is_leaf=lambda spec: spec is None or isinstance(spec, PartitionSpec),
-            )
+            self._params_at = _places_of(self._params_spec, params, mesh)
 
     def place_params(self, params: Any) -> Any:
         """Commits parameters to where the first ones were, so that one program serves all."""
@@ -99,10 +102,12 @@ class Shards:
         stacked = jax.tree.map(lambda *shards: np.stack(shards), *states)
         rows = NamedSharding(mesh, PartitionSpec(self._row_axis))
         shapes = jax.eval_shape(lambda: init(config).pools)
-        pools = jax.jit(
+        make_pools = jax.jit(
             lambda: jax.tree.map(lambda x: jnp.zeros((self.num_shards, *x.shape), x.dtype), shapes),
             out_shardings=jax.tree.map(lambda spec: NamedSharding(mesh, spec), self._pool_specs()),
-        )()
+        )
+        with self.own_mesh():
+            pools = make_pools()
         state = put(stacked, rows)
         kept = jax.tree.map(self._empty_kept, config.keeper.arrays(config))
         cache = Cache(control=state.cache.control, pools=pools, config=self._config, kept=kept)
@@ -148,7 +153,8 @@ class Shards:
     ) -> tuple[EngineState, jax.Array]:
         """Runs a dispatch on all shards; the reports are i32[shards, any]."""
         news = self._joined(inboxes)
-        return self._program(*self._passed(params), state, news, length, model, options)
+        with self.own_mesh():
+            return self._program(*self._passed(params), state, news, length, model, options)
 
     def lower(
         self,
@@ -161,7 +167,12 @@ class Shards:
     ) -> jax.stages.Lowered:
         """Lowers the program that `run` runs."""
         news = self._joined(inboxes)
-        return self._program.lower(*self._passed(params), state, news, length, model, options)
+        with self.own_mesh():
+            return self._program.lower(*self._passed(params), state, news, length, model, options)
+
+    def own_mesh(self) -> contextlib.AbstractContextManager:
+        """Sets the mesh, where the caller may have set another one, or the same with axes of other types."""
+        return contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh)
 
     def _passed(self, params: Any) -> tuple[Any, "_Structure | None"]:
         """Takes parameters apart once: of a module that would be most of what a dispatch costs the host."""
@@ -243,6 +254,45 @@ def _homes(home: Any, config: CacheConfig) -> EngineState:
     parts = {field.name: home for field in dataclasses.fields(EngineState)}
     parts["cache"] = Cache(control=home, pools=home, config=config, kept=kept)
     return EngineState(**parts)
+
+
+def _automatic(mesh: Mesh) -> Mesh:
+    """Makes a mesh's axes automatic; explicit ones refuse inboxes, and within `shard_map` say nothing."""
+    return Mesh(mesh.devices, mesh.axis_names)
+
+
+def _places_of(specs: Any, params: Any, mesh: Mesh) -> Any:
+    """Makes the shardings of parameters on a mesh, a prefix of their tree; refuses specs that do not fit."""
+    is_leaf = lambda spec: spec is None or isinstance(spec, PartitionSpec)  # noqa: E731
+
+    def place(path: Any, spec: Any, part: Any) -> NamedSharding:
+        name = f"params_spec{jax.tree_util.keystr(path)}"
+        if not is_leaf(spec):
+            raise TypeError(f"{name} is {spec!r}, expected a PartitionSpec")
+        spec = spec or PartitionSpec()
+        axes = [axis for each in spec for axis in (each if isinstance(each, tuple) else (each,)) if axis]
+        if len({*axes}) < len(axes) or not {*axes} <= {*mesh.axis_names}:
+            raise ValueError(
+                f"{name} is {spec}, expected each of the mesh's axes {mesh.axis_names} once at most"
+            )
+        sharding = NamedSharding(mesh, spec)
+        for shape in map(np.shape, jax.tree.leaves(part)):
+            try:
+                sharding.shard_shape(shape)
+            except (ValueError, IndexError) as error:
+                raise ValueError(
+                    f"{name} is {spec} for parameters of the shape {shape}, expected dimensions that "
+                    f"the mesh {dict(mesh.shape)} divides"
+                ) from error
+        return sharding
+
+    try:
+        jax.tree.map(lambda *_: None, specs, params, is_leaf=is_leaf)
+    except ValueError as error:
+        raise ValueError(
+            f"params_spec is {specs}, expected a prefix of the tree of params, {jax.tree.structure(params)}"
+        ) from error
+    return jax.tree.map_with_path(place, specs, params, is_leaf=is_leaf)
 
 
 class _Structure:

@@ -25,7 +25,9 @@ from typing import Any, NoReturn
 import jax
 from jax._src import distributed  # the coordination service's store has no public name
 
+from kvcache_jax.arrays.number_checks import finite_number
 from kvcache_jax.core.team import ProcessLost, Team
+from kvcache_jax.processes.team_settings import risks_of_settings
 
 _LEADER = 0
 _POLL_S = 0.0005
@@ -120,14 +122,14 @@ class DistributedTeam(Team):
     )
 
     def __init__(self, *, timeout_s: float = 30.0, exits: bool = True):
-        if not timeout_s > 0:
+        if not finite_number("timeout_s", timeout_s) > 0:
             raise ValueError(f"timeout_s is {timeout_s}, expected seconds above 0")
         client = distributed.global_state.client
         if client is None:
             raise RuntimeError(
                 "there is no team of one process, expected a call of jax.distributed.initialize() before"
             )
-        for risk in _risks(timeout_s):
+        for risk in risks_of_settings(timeout_s):
             warnings.warn(risk, stacklevel=2)
         self._client: Any = client
         self._key = f"kvcache_jax/team {next(_numbers)}/"
@@ -211,30 +213,41 @@ class DistributedTeam(Team):
         Where one is lost meanwhile, the others write a sentence that names it and end as followers do, after
         `timeout_s` more; those whose collective fails before raise `ProcessLost`, and all if `exits` is False
         and their collectives end. An error of a device is raised as `ProcessLost` too, where it is another
-        process's.
+        process's. A process that fails in the call alone, by an error of any kind, is lost to those that wait
+        for it. Guards may be nested: then the outer one explains.
 
         Args:
           call: Its name, by which processes that call something else are named.
 
         Raises:
+          TypeError: no name.
           RuntimeError: the leader alone makes it, within `run`.
-          ProcessLost: another process is lost, or failed.
+          ProcessLost: another process is lost, before or meanwhile, or failed.
 
         Example:
           with team.guard("generate"):
               result = kv.generate(forward, params, prompts, config, max_new_tokens=9)
         """
+        if not isinstance(call, str):
+            raise TypeError(f"call is {call!r}, expected the name of a call, a string")
         self.require_all(call)
+        if self._lost:
+            raise ProcessLost(self._lost)
         self._call = self._call[0] + 1, call
-        self._is_guarded = True
+        is_within, self._is_guarded = self._is_guarded, True
         try:
             with self._calling():
                 yield
-        except jax.errors.JaxRuntimeError as error:
-            explained = self.explained(error)
-            raise explained from explained.__cause__
+        except Exception as error:
+            if is_within or isinstance(error, ProcessLost):
+                raise
+            if isinstance(error, jax.errors.JaxRuntimeError):
+                explained = self.explained(error)
+                raise explained from explained.__cause__
+            self._note_failure(error)
+            raise
         finally:
-            self._is_guarded = False
+            self._is_guarded = is_within
 
     def _agree(self, call: str, what: str, marks: Callable[[], Mapping[str, Any]]) -> None:
         key, me = f"{self._key}agree {self._num_agreed}/", jax.process_index()
@@ -320,8 +333,8 @@ class DistributedTeam(Team):
                 self._runs = False
 
     def _note_failure(self, error: Exception) -> None:
-        number = self._num_orders + self._is_guarded  # above the first order also where there was none
-        text = f"{number} {int(_is_symptom(error))} {_last_line(error)}"
+        order, call = (0, self._call[0]) if self._is_guarded else (self._num_orders, 0)
+        text = f"{order} {call} {int(_is_symptom(error))} {_last_line(error)}"
         key = f"{self._key}failed/{jax.process_index()}"
         self._client.key_value_set_bytes(key, text.encode(), allow_overwrite=True)
 
@@ -337,12 +350,18 @@ class DistributedTeam(Team):
     def _check(self) -> None:
         if self._lost:
             raise ProcessLost(self._lost)
-        for process, (text, at) in tuple(self._failed.items()):
-            number, is_symptom, error = text.decode().split(" ", 2)
-            # Where a process is lost, the others' collectives fail too: its silence says more than they do.
-            is_known = is_symptom == "0" or self._num_looks - at > self._grace_looks
-            if int(number) > self._first_order and is_known:
+        for process, order, is_here, is_known, error in self._failures():
+            if (order > self._first_order or is_here) and is_known:
                 raise ProcessLost(f"process {process} failed: {error}")
+
+    def _failures(self, can_be_known: bool = True) -> Iterator[tuple[int, int, bool, bool, str]]:
+        """Lists others' failures: process, order, whether in this guarded call, whether for sure, error."""
+        for process, (text, at) in tuple(self._failed.items()):
+            order, call, is_symptom, error = text.decode().split(" ", 3)
+            is_here = self._is_guarded and int(call) == self._call[0]
+            # Where a process is lost, the others' collectives fail too: its silence says more than they do.
+            is_known = can_be_known and is_symptom == "0" or self._num_looks - at > self._grace_looks
+            yield process, int(order), is_here, is_known, error
 
     def _send(self, order: Any) -> None:
         """Sends an order to all followers, and forgets one that they have done long ago."""
@@ -367,7 +386,7 @@ class DistributedTeam(Team):
     def _look(self) -> None:
         """Gives a sign of life, and looks for the others' signs."""
         me, (number, call) = jax.process_index(), self._call
-        sign = f"{number} {call} {time.monotonic()}"
+        sign = f"{number} {time.monotonic()} {call}"
         self._client.key_value_set_bytes(f"{self._key}alive/{me}", sign.encode(), allow_overwrite=True)
         self._num_looks += 1
         for what, found in (("alive", self._signs), ("failed", self._failed)):
@@ -392,7 +411,7 @@ class DistributedTeam(Team):
                     "same order in all processes: it has ended, or is to make its team sooner"
                 )
         for process, (sign, at) in self._signs.items():
-            other_number, other_call, _ = sign.decode().split(" ")
+            other_number, _, other_call = sign.decode().split(" ", 2)
             if time.monotonic() - at > self._timeout_s:
                 return _SILENCE.format(process, self._timeout_s)
             if int(other_number) == number and other_call != call:
@@ -400,30 +419,11 @@ class DistributedTeam(Team):
                     f"process {process} calls {other_call} where process {me} calls {call}, expected the "
                     "same calls in the same order in all processes"
                 )
+        # All may fail alike, one sooner than another.
+        for process, _, is_here, is_known, error in self._failures(can_be_known=False):
+            if is_here and is_known:
+                return f"process {process} failed in {call}, for which this process waits: {error}"
         return None
-
-
-def _risks(timeout_s: float) -> Iterator[str]:
-    """Says which settings leave processes without a word, or waiting, where another one is lost or slow."""
-    if not jax.config.jax_enable_recoverability:  # type: ignore
-        yield (
-            "JAX_ENABLE_RECOVERABILITY is off: where a process ends, jax aborts all others before the team "
-            "can name it, expected JAX_ENABLE_RECOVERABILITY=1 in the environment of all processes"
-        )
-    if jax.default_backend() != "cpu":
-        return
-    flag = "--xla_cpu_collective_timeout_seconds"
-    found = re.findall(rf"{flag}=(\d+)", os.environ.get("XLA_FLAGS", ""))
-    if not found:
-        yield (
-            f"XLA_FLAGS has no {flag}: where a process is lost, calls outside of an engine and of team.guard "
-            f"wait half an hour for it, expected {flag}=N, more than timeout_s = {timeout_s:g}"
-        )
-    elif int(found[-1]) <= timeout_s:
-        yield (
-            f"{flag} is {found[-1]}: where a process is slow for as long, and not lost, the others fail, "
-            f"expected more than timeout_s = {timeout_s:g}"
-        )
 
 
 def _last_line(error: Exception) -> str:

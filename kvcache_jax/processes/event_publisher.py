@@ -8,7 +8,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from kvcache_jax.core.attachment import Attachment, shard_of
+from kvcache_jax.arrays.number_checks import static_count
+from kvcache_jax.core.attachment import Attachment, require_prefix_caching, shard_of
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import Cache
 from kvcache_jax.processes.index_events import (
@@ -17,6 +18,7 @@ from kvcache_jax.processes.index_events import (
     BlockStored,
     IndexEvent,
     IndexFollower,
+    require_events,
 )
 
 _END = b"\xff" * 8  # -1
@@ -24,7 +26,11 @@ _POLL_SECONDS, _SOON_SECONDS = 0.02, 0.001
 _LINGER_SECONDS = 1.0
 """Time that closing gives the network, and clients to read more."""
 _MOST_REQUESTS = 64
-"""Of a client that wait for it to read; it gets no answer to more."""
+"""Of a client that wait for it to read, and it gets no answer to more; and of all between two messages."""
+
+
+class _Closed(RuntimeError):  # noqa: N818
+    """Says that a publisher is closed."""
 
 
 class EventPublisher(Attachment, contextlib.AbstractContextManager):
@@ -33,7 +39,8 @@ class EventPublisher(Attachment, contextlib.AbstractContextManager):
     A message has three frames: the topic, the number as eight bytes in big-endian order, and MessagePack of
     `[time, events, rank]`. A subscriber that missed numbers sends the first of them to the replay socket, and
     gets `(number, payload)` for each from there on, and -1 at the end. The events name tokens: bind to an
-    address that only those can reach who may read prompts.
+    address that only those can reach who may read prompts. A publisher is of one engine at a time; once
+    another one takes it, subscribers are told of all that one's blocks.
 
     Attributes:
       endpoint: Address of the publisher, such as "tcp://127.0.0.1:5557"; with the port that was chosen, where
@@ -70,7 +77,12 @@ class EventPublisher(Attachment, contextlib.AbstractContextManager):
         Raises:
           ImportError: the extra `events` is not installed.
           OSError: an address that is in use, or none.
+          TypeError, ValueError: an address or a topic that is no string, or a number that is none.
         """
+        for name, text in (("endpoint", endpoint), ("replay", replay or ""), ("topic", topic)):
+            if not isinstance(text, str):
+                raise TypeError(f"{name} is {text!r}, expected a string")
+        rank, max_batches = static_count("rank", rank, 0), static_count("max_batches", max_batches)
         try:
             import msgspec
             import zmq
@@ -101,7 +113,8 @@ class EventPublisher(Attachment, contextlib.AbstractContextManager):
     def look(self, cache: Cache) -> None:
         """Publishes what changed in a cache's index since the last look.
 
-        While the network takes nothing, that is left out: then subscribers are told of all blocks again.
+        While the network takes nothing, that is left out: then subscribers are told of all blocks again. Once
+        the publisher is closed it does nothing, and the engine goes on.
         """
         shard = shard_of(cache)
         events = self._followers[shard].update(cache)
@@ -111,6 +124,14 @@ class EventPublisher(Attachment, contextlib.AbstractContextManager):
         except queue.Full:
             del self._followers[shard]
             self._late.add(shard)
+        except _Closed:
+            pass
+
+    def begin(self, config: CacheConfig) -> None:
+        """Forgets the engine before, of whose blocks subscribers were told."""
+        require_prefix_caching("an EventPublisher", config)
+        self._late.update(self._followers)
+        self._followers.clear()
 
     def check_shards(self, config: CacheConfig) -> None:
         """Takes any: each shard is a rank of its own."""
@@ -119,11 +140,13 @@ class EventPublisher(Attachment, contextlib.AbstractContextManager):
         """Sends events of a shard as one batch, in another thread; none is no batch.
 
         Raises:
+          TypeError: something else than events.
           RuntimeError: the publisher is closed.
           queue.Full: `max_batches` wait, for the network takes none.
         """
+        events = require_events(events)
         if self._is_closing.is_set():
-            raise RuntimeError("the publisher is closed, expected events before close()")
+            raise _Closed("the publisher is closed, expected events before close()")
         if events:
             batch = [time.time(), [_fields_of(event) for event in events], self._rank + shard]
             self._waiting.put_nowait(self._encode(batch))
@@ -156,7 +179,10 @@ class EventPublisher(Attachment, contextlib.AbstractContextManager):
             while not (self._is_closing.is_set() and self._waiting.empty()):
                 with contextlib.suppress(queue.Empty):
                     self._send(self._waiting.get(timeout=_POLL_SECONDS))
-                while self._replay is not None and self._replay.poll(0):
+                # A client that asks without end keeps no event from the others.
+                for _ in range(_MOST_REQUESTS):
+                    if self._replay is None or not self._replay.poll(0):
+                        break
                     self._answer(self._replay.recv_multipart())
                 self._send_all_again()
             num_before, until = 0, 0.0

@@ -54,6 +54,20 @@ class AllBlocksCleared(NamedTuple):
 type IndexEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
+def require_events(events: Iterable[IndexEvent]) -> tuple[IndexEvent, ...]:
+    """Refuses what is no list of events; an event alone is a tuple too, of its fields."""
+    kinds = BlockStored, BlockRemoved, AllBlocksCleared
+    if isinstance(events, kinds) or not isinstance(events, Iterable):
+        raise TypeError(f"events is {events!r}, expected a list of events")
+    events = tuple(events)
+    for i, event in enumerate(events):
+        if not isinstance(event, kinds):
+            raise TypeError(
+                f"events[{i}] is {event!r}, expected one of {', '.join(kind.__name__ for kind in kinds)}"
+            )
+    return events
+
+
 class IndexFollower:
     """The index of a cache at the last look, from which `update` tells what changed.
 

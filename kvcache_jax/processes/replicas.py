@@ -9,7 +9,13 @@ from jax.typing import ArrayLike
 
 from kvcache_jax.arrays.number_checks import static_count
 from kvcache_jax.core import arguments, token_arguments
-from kvcache_jax.processes.index_events import BlockRemoved, BlockStored, IndexEvent, hash_block
+from kvcache_jax.processes.index_events import (
+    BlockRemoved,
+    BlockStored,
+    IndexEvent,
+    hash_block,
+    require_events,
+)
 
 
 def prompt_hashes(
@@ -59,8 +65,12 @@ class ReplicaIndex:
         self._held: set[tuple[int, str]] = set()
 
     def apply(self, events: Iterable[IndexEvent]) -> None:
-        """Follows events, in their order."""
-        for event in events:
+        """Follows events, in their order.
+
+        Raises:
+          TypeError: no events; then the index is as before.
+        """
+        for event in require_events(events):
             match event:
                 case BlockStored():
                     self._held.update((each, event.medium) for each in event.block_hashes)
@@ -132,7 +142,9 @@ def choose_replica(
       [0, 1]
     """
     num_tokens, turn = static_count("num_tokens", num_tokens, 0), static_count("turn", turn, 0)
-    if not len(replicas):
+    if not isinstance(replicas, Sequence):
+        raise TypeError(f"replicas is {replicas!r}, expected a list of Replica")
+    if not replicas:
         raise ValueError("got no replicas, expected at least one")
     known = []
     for i, replica in enumerate(replicas):
@@ -142,7 +154,8 @@ def choose_replica(
         known.append(Replica(*(static_count(name, value, 0) for name, value in values.items())))
         static_count(f"replicas[{i}].num_cached", replica.num_cached, 0, num_tokens, "num_tokens")
     keys = [_keys(replica, num_tokens) for replica in known]
-    if policy not in (names := ("random", *keys[0])):
+    names = "random", *keys[0]
+    if not (isinstance(policy, str) and policy in names):
         raise ValueError(f"policy is {policy!r}, expected one of {', '.join(names)}")
     if policy == "random":
         return int.from_bytes(hashlib.blake2b(b"%d" % turn, digest_size=8).digest()) % len(known)

@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 
 from kvcache_jax.arrays.number_checks import finite_number, static_count
 from kvcache_jax.core import token_arguments
-from kvcache_jax.core.attachment import Attachment, shard_of
+from kvcache_jax.core.attachment import Attachment, require_prefix_caching, shard_of
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import Cache
 from kvcache_jax.tiers.block_store import BlockStore, MemoryStore
@@ -171,6 +171,11 @@ class AttachedStore(Attachment):
         if len(self._written) > _MOST_KEYS:
             self._written.clear()  # what is written again is the same
         return StoreReport(num_saved=num_saved)
+
+    def begin(self, config: CacheConfig) -> None:
+        """Forgets which blocks the cache before held; what was written is in the store."""
+        require_prefix_caching("an AttachedStore", config)
+        self._looks.clear()
 
     def check_shards(self, config: CacheConfig) -> None:
         """Refuses a mesh's caches that keep blocks outside of their pools."""

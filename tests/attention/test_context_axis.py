@@ -348,6 +348,14 @@ def test_meshes_that_do_not_fit_are_refused():
             ValueError, match="sharding splits the tokens over None and config.context_axis is"
         ):
             kv.init(SPLIT, sharding=P())
+        message = "the mesh has the axes .'context',., expected each of them once at most: a PartitionSpec is"
+        for axis in ("context", "heads"):
+            with pytest.raises(ValueError, match=message):
+                kv.init(SPLIT, sharding=P(None, axis, "context"))
+        with pytest.raises(
+            TypeError, match="sharding is 'context', expected a jax.sharding.Sharding or a Part"
+        ):
+            kv.init(SPLIT, sharding="context")  # type: ignore
     mesh = jax.make_mesh((2,), ("context",), axis_types=(AxisType.Explicit,))
     with (
         jax.set_mesh(mesh),

@@ -1,5 +1,6 @@
 """What is attached to an engine on a mesh: it sees whole blocks of every shard, and gives them back whole."""
 
+import contextlib
 import dataclasses
 import re
 from typing import Any
@@ -13,7 +14,7 @@ from jax.sharding import Mesh
 import kvcache_jax as kv
 from kvcache_jax.core.attachment import ShardCache
 from kvcache_jax.core.state import Cache
-from kvcache_jax.engine import Attachment
+from kvcache_jax.engine import Attachment, EngineFailed
 from tests.engine import exact_model
 from tests.engine.exact_engine import SIZES, ask, linked, num_cached
 from tests.engine.exact_model import DIM, make_params, random_request
@@ -137,7 +138,11 @@ def test_the_control_state_of_all_shards_is_gathered_at_once():
     gather = engine._device._exchange._gather.lower(engine.state.cache.control)
     assert len(re.findall(r" = \S+ all-(?:gather|reduce)", gather.compile().as_text())) == 1
     stacked = jax.device_get(engine.state.cache.control)
-    for shard, control in enumerate(engine._device.controls()):
+    controls = []
+    with jax.set_mesh(Mesh(np.array(jax.devices()[2:4]), ("data",))), contextlib.suppress(EngineFailed):
+        controls = engine._device.controls()  # as a caller may have another mesh
+    assert len(controls) == 2
+    for shard, control in enumerate(controls):
         assert leaf_bytes(control) == leaf_bytes(jax.tree.map(lambda x, shard=shard: x[shard], stacked))
 
 
@@ -151,3 +156,22 @@ def test_a_store_or_a_giver_beside_a_host_tier_sees_no_mesh():
         for each in (linked(kv.tiers.MemoryStore()), giver):
             with pytest.raises(NotImplementedError, match="has a placement and extras has a Host, expected"):
                 engine.attach(each)
+
+
+def test_a_store_goes_from_one_engine_to_another():
+    """Of another config; one that finds no prefixes is refused, before its first request."""
+    link, other = linked(kv.tiers.MemoryStore()), dataclasses.replace(PLAIN, num_blocks=13)
+    errors = []
+    for config in (PLAIN, other):
+        link.begin(config)
+        try:
+            link.look(kv.init(config))
+        except ValueError as error:
+            errors.append(error)
+    assert errors == []
+    engine = kv.Engine(
+        exact_model.forward, make_params(), dataclasses.replace(PLAIN, enable_prefix_caching=False), **SIZES
+    )
+    with pytest.raises(ValueError, match="an AttachedStore is attached to an engine without prefix caching"):
+        engine.attach(link)
+    assert link.close()

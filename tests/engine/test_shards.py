@@ -1,9 +1,12 @@
 """The engine on a mesh: rows over one axis, a scheduler each, heads over the other."""
 
+import contextlib
+
 import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 import kvcache_jax as kv
 from tests.engine import exact_model
@@ -17,7 +20,7 @@ from tests.support.helpers import compiled_programs
 @pytest.mark.parametrize("axis", ["heads", "context"])
 def test_rows_over_one_axis_and_heads_or_context_over_the_other(axis):
     """The same tokens as each request alone; every shard had requests, and nothing is left behind."""
-    mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("rows", axis))
+    mesh = jax.make_mesh((4, 2), ("rows", axis))
     splits_heads = axis == "heads"
     layers = [kv.FullAttention(2 if splits_heads else 1, DIM)]
     split = kv.CacheConfig(
@@ -112,6 +115,59 @@ def test_an_axis_must_be_one_of_the_mesh(place, message):
     mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
     with pytest.raises((ValueError, TypeError), match=message):
         kv.Engine(forward, make_params(), config(head_axis="heads"), placement=place(mesh))
+
+
+def test_an_axis_splits_one_thing():
+    mesh = Mesh(np.array(jax.devices()[:2]), ("rows",))
+    layers, sizes = [kv.FullAttention(2, DIM)], dict(block_size=4, max_seqs=2, max_seq_len=8)
+    for option in ("head_axis", "context_axis"):
+        split = kv.CacheConfig(layers, **sizes, **{option: "rows"})
+        with pytest.raises(Exception) as raised:  # jax has an error of its own
+            kv.Engine(forward, make_params(), split, placement=kv.engine.Placement(mesh, "rows"))
+        assert "expected different axes: 'rows' cannot split two of rows, heads" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("spec", "error", "message"),
+    [
+        (
+            P("data"),
+            ValueError,
+            r"params_spec is P\('data',\), expected each of the mesh's axes \('rows',\) on",
+        ),
+        (
+            {"big": P("rows", "rows")},
+            ValueError,
+            r"params_spec\['big'\] is .*, expected each of the mesh's ax",
+        ),
+        ({"small": P()}, ValueError, "params_spec is .*, expected a prefix of the tree of params"),
+        ("rows", TypeError, "params_spec is 'rows', expected a PartitionSpec"),
+        (P("rows"), ValueError, r"for parameters of the shape \(3, 4\), expected dimensions that the mesh"),
+        (P(None, None, "rows"), ValueError, r"for parameters of the shape \(3, 4\), expected dimensions th"),
+    ],
+)
+def test_specs_that_do_not_fit_parameters(spec, error, message):
+    mesh, params = Mesh(np.array(jax.devices()[:2]), ("rows",)), {"big": np.zeros((3, 4), np.float32)}
+    with pytest.raises(error, match=message):
+        kv.Engine(forward, params, config(), placement=kv.engine.Placement(mesh, "rows", spec))
+
+
+def test_an_explicit_mesh_is_a_mesh_too():
+    """As `jax.make_mesh` makes it; the caller may have set it, or another one."""
+    mesh = jax.make_mesh((2,), ("rows",))
+    placement, other = kv.engine.Placement(mesh, "rows"), Mesh(np.array(jax.devices()[2:6]), ("data",))
+    texts, refused = [], None
+    try:
+        with jax.set_mesh(other):
+            engine = kv.Engine(
+                exact_model.forward, make_params(), config(num_blocks=11), **SIZES, placement=placement
+            )
+        for each in (None, mesh, other):
+            with contextlib.nullcontext() if each is None else jax.set_mesh(each):
+                texts.append(engine.lower().as_text())
+    except ValueError as error:
+        refused = error
+    assert refused is None and texts[0] == texts[1] == texts[2]
 
 
 def test_heads_that_a_mesh_does_not_divide():

@@ -340,6 +340,20 @@ class Board:
         return [(key, value) for key, value in [*self.values.items()] if key.startswith(folder)]
 
 
+def team_of_one(monkeypatch, timeout_s, **options):
+    """A team in this process, which takes what is put on the board for signs of others."""
+    assert jax.devices()  # with this client no backend would start
+    monkeypatch.setattr(distributed.global_state, "client", board := Board())
+    return kv.processes.DistributedTeam(timeout_s=timeout_s, **options), board
+
+
+def wait_for(is_there):
+    end = time.monotonic() + 5
+    while not is_there() and time.monotonic() < end:
+        time.sleep(0.02)
+    assert is_there()
+
+
 @pytest.mark.filterwarnings("ignore:.*(RECOVERABILITY|collective_timeout)")
 def test_a_follower_that_fails_prints_its_traceback(monkeypatch, capsys):
     """The leader is told the last line, and the follower goes on."""
@@ -348,10 +362,7 @@ def test_a_follower_that_fails_prints_its_traceback(monkeypatch, capsys):
         done.append(order)
         pathlib.Path(path).read_bytes()
 
-    assert jax.devices()  # with this client no backend would start
-    board, done = Board(), []
-    monkeypatch.setattr(distributed.global_state, "client", board)
-    team = kv.processes.DistributedTeam()
+    (team, board), done = team_of_one(monkeypatch, timeout_s=30.0), []
     team.join(obey)
     for order in ((0, "first", ("/nowhere",)), (0, "second", (__file__,)), None):
         team._send(order)
@@ -360,7 +371,65 @@ def test_a_follower_that_fails_prints_its_traceback(monkeypatch, capsys):
     err = capsys.readouterr().err
     assert "Traceback" in err and "in obey" in err and err.endswith("directory: '/nowhere'\n")
     [failure] = [value for key, value in board.values.items() if "failed" in key]
-    assert failure.startswith(b"1 0 [Errno 2]") and done == ["first", "second"]
+    assert failure.startswith(b"1 0 0 [Errno 2]") and done == ["first", "second"]
+
+
+@pytest.mark.filterwarnings("ignore:.*(RECOVERABILITY|collective_timeout)")
+def test_a_guarded_call_is_lost_where_another_process_has_failed_in_it(monkeypatch):
+    """By no error of a device: the others wait for it, and it goes on. An earlier call's failure is past."""
+    team, board = team_of_one(monkeypatch, timeout_s=0.2, exits=False)
+
+    def fail_elsewhere():
+        team._note_failure(OSError("a disk is full"))
+        board.values[f"{team._key}failed/1"] = board.values[f"{team._key}failed/0"]
+
+    def wait_long(num_looks=team._grace_looks + 3):
+        wait_for(lambda until=team._num_looks + num_looks: team._num_looks > until)
+
+    with pytest.raises(OSError, match="a disk is full"), team.guard("load"):  # all fail alike
+        fail_elsewhere()
+        wait_for(lambda: team._failed)
+        wait_long(3)
+        raise OSError("a disk is full")
+    wait_long()
+    assert team._lost is None
+    with team.guard("load"):
+        wait_long()
+        assert team._lost is None
+    team._check()
+    with team.guard("load"):
+        fail_elsewhere()
+        wait_for(lambda: team._lost)
+    sentence = "process 1 failed in load, for which this process waits: a disk is full"
+    with pytest.raises(kv.processes.ProcessLost, match=sentence), team.guard("load"):
+        raise AssertionError("a team that is lost begins no call")
+
+
+@pytest.mark.filterwarnings("ignore:.*(RECOVERABILITY|collective_timeout)")
+def test_guards_within_one_another_and_their_names(monkeypatch):
+    """The outer one explains, once. A name is any text: it comes to the others with each sign of life."""
+    (team, board), explained = team_of_one(monkeypatch, timeout_s=1.0), []
+
+    def explain(error):
+        explained.append((str(error), team._is_guarded))
+        return error
+
+    monkeypatch.setattr(team, "explained", explain)
+    for name in ("inner", "outer"):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=name), team.guard("all"):
+            with team.guard("a part"):
+                if name == "inner":
+                    raise jax.errors.JaxRuntimeError(name)
+            raise jax.errors.JaxRuntimeError(name)
+    assert explained == [("inner", True), ("outer", True)] and not team._is_guarded
+    with team.guard("load all weights"):
+        alive = f"{team._key}alive/"
+        wait_for(lambda: b"load all weights" in board.values[f"{alive}0"])
+        board.values[f"{alive}1"] = board.values[f"{alive}0"]
+        wait_for(lambda looks=team._num_looks + 2: team._num_looks > looks)
+    assert team._lost is None
+    with pytest.raises(TypeError, match="call is 3, expected the name of a call, a string"), team.guard(3):  # type: ignore
+        pass
 
 
 def test_a_team_needs_several_processes():
@@ -370,6 +439,9 @@ def test_a_team_needs_several_processes():
         kv.processes.DistributedTeam()
     with pytest.raises(ValueError, match="timeout_s is 0, expected seconds above 0"):
         kv.processes.DistributedTeam(timeout_s=0)
+    for value in ("5", float("inf"), None):
+        with pytest.raises(ValueError, match=f"timeout_s is {value!r}, expected a finite number"):
+            kv.processes.DistributedTeam(timeout_s=value)  # type: ignore
     mesh = jax.sharding.Mesh(jax.devices()[:2], ("rows",))
     with pytest.raises(TypeError, match="team is 3, expected a kv.processes.DistributedTeam"):
         kv.engine.Placement(mesh, "rows", team=3)  # type: ignore

@@ -1,6 +1,7 @@
 """Events on a socket: numbered, sent again on request, in the bytes that subscribers of vLLM decode."""
 
 import contextlib
+import dataclasses
 import queue
 import struct
 import sys
@@ -281,6 +282,74 @@ def test_subscribers_are_told_of_all_blocks_again_after_some_were_not_sent(monke
             publisher.look(user.cache)
     assert sent[1:] == [[AllBlocksCleared(), *IndexFollower().update(user.cache)], []]
     assert sum(len(event.block_hashes) for event in sent[1][1:]) == 4 * 2
+
+
+def test_another_engine_begins_anew_and_goes_on_after_the_end(monkeypatch):
+    """Its config is another one; subscribers knew the blocks of the engine before."""
+    user, router, told = PrefixUser(CONFIG), Router(), []
+    user.start(0, user.new_text(1, 9))
+    empty = kv.init(dataclasses.replace(CONFIG, num_blocks=7))
+    with EventPublisher("tcp://127.0.0.1:*") as publisher:
+        monkeypatch.setattr(publisher, "publish", lambda events, shard: told.append(events))
+        for cache in (user.cache, user.cache, empty):
+            publisher.begin(cache.config)
+            publisher.look(cache)
+            assert (AllBlocksCleared() in told[-1]) == (len(told) > 1)
+            router.apply(told[-1])
+            assert router.texts() == texts_of(cache) and bool(router.texts()) == (cache is user.cache)
+        monkeypatch.undo()
+    publisher.begin(CONFIG)
+    publisher.look(user.cache)
+    assert publisher._waiting.empty()
+
+
+def test_a_client_that_asks_without_end_keeps_no_event_from_others():
+    class Asked:
+        """Of a client that has always sent more, until it ends."""
+
+        has_ended, num_asked = False, 0
+
+        def poll(self, timeout):
+            return not self.has_ended
+
+        def recv_multipart(self):
+            self.num_asked += 1
+            return [b"client", b"nothing"]
+
+    publisher, asked = EventPublisher("tcp://127.0.0.1:*"), Asked()
+    publisher._replay = asked
+    while asked.num_asked < 100:
+        time.sleep(0.01)
+    publisher.publish([AllBlocksCleared()])
+    end = time.monotonic() + 2
+    while publisher._number < 1 and time.monotonic() < end:
+        time.sleep(0.01)
+    number, asked.has_ended = publisher._number, True
+    publisher.close()
+    assert number == 1
+
+
+def test_bad_input_is_refused_by_name():
+    address = "tcp://127.0.0.1:*"
+    for options, error, match in (
+        ({"endpoint": 5557}, TypeError, "endpoint is 5557, expected a string"),
+        ({"replay": 5558}, TypeError, "replay is 5558, expected a string"),
+        ({"topic": b"kv"}, TypeError, "topic is b'kv', expected a string"),
+        ({"rank": "first"}, TypeError, "rank is 'first', expected an integer"),
+        ({"rank": -1}, ValueError, "rank is -1, expected at least 0"),
+        ({"max_batches": 0}, ValueError, "max_batches is 0, expected at least 1"),
+    ):
+        with pytest.raises(error, match=match):
+            EventPublisher(**{"endpoint": address} | options)
+    with EventPublisher(address, rank=np.int32(3)) as publisher:  # type: ignore
+        for events in (EVENTS[0], [["AllBlocksCleared"]]):
+            with pytest.raises(TypeError, match=r"events(\[0\])? is .*, expected"):
+                publisher.publish(events)  # type: ignore
+        publisher.publish(EVENTS)
+        with pytest.raises(
+            ValueError, match="an EventPublisher is attached to an engine without prefix cach"
+        ):
+            publisher.begin(kv.CacheConfig([kv.FullAttention(1, 5)], max_seqs=1, max_seq_len=8))
 
 
 def test_an_absent_package_is_named_with_the_extra(monkeypatch):

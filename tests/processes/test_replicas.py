@@ -132,6 +132,25 @@ def test_a_block_is_held_while_one_place_has_it_and_all_before_it():
     assert index.hashes == {*hashes[:2]}
 
 
+def test_what_is_no_event_changes_no_index():
+    """An event is a tuple, of fields that are none; a message that was not decoded is a list of lists."""
+    event, index = BlockStored(prompt_hashes([5, 6], 2), None, (5, 6), 2, "GPU", ""), ReplicaIndex()
+    index.apply(event for event in [event])
+    for events, match in (
+        (event, "events is BlockStored.*, expected a list of events"),
+        (AllBlocksCleared(), "events is AllBlocksCleared.*, expected a list of events"),
+        (None, "events is None, expected a list of events"),
+        (
+            [AllBlocksCleared(), ["AllBlocksCleared"]],
+            r"events\[1\] is \['AllBlocksCleared'\], expected one of",
+        ),
+        ([AllBlocksCleared], r"events\[0\] is <class .*, expected one of BlockStored, BlockRemoved, AllBlo"),
+    ):
+        with pytest.raises(TypeError, match=match):
+            index.apply(events)  # type: ignore
+    assert index.hashes == {*event.block_hashes}
+
+
 def test_hashes_are_of_full_blocks_and_all_before_them():
     text = [5, 6, 7, 8, 9, 10, 11]
     hashes = prompt_hashes(text, 2)
@@ -161,6 +180,11 @@ def test_bad_input_is_refused_by_name():
     ):
         with pytest.raises(error, match=match):
             call()
+    for replicas in (None, iter([one]), {0: one}):
+        with pytest.raises(TypeError, match="replicas is .*, expected a list of Replica"):
+            choose_replica(replicas, 4)  # type: ignore
+    with pytest.raises(ValueError, match=r"policy is array\(.*\), expected one of"):
+        choose_replica([one], 4, np.array(["cost", "random"]))  # type: ignore
     for field, value in itertools.product(Replica._fields, (-1, 0.5, True)):
         error = ValueError if value == -1 else TypeError
         with pytest.raises(error, match=rf"replicas\[1\].{field} is {value}"):
