@@ -62,7 +62,7 @@ class Attachment:
     wake: Callable[[], object] | None = None
 
     def begin(self, config: CacheConfig) -> None:
-        """Begins to see caches of a config, as the loop takes it; forgets those of a loop before.
+        """Begins to see caches of a config, as the loop takes it; forgets the caches of a loop before.
 
         Raises:
           ValueError: it can do nothing with such caches.

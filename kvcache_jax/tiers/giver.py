@@ -177,6 +177,11 @@ class Giver(Attachment):
             self._offers[number] = _Offer(names, self._end_of_lease())
         return Ticket(*self.address, self._epoch, number, self._weights, config)
 
+    def begin(self, config: CacheConfig) -> None:
+        """Refuses an engine of another config; forgets the blocks of the engine before, not its offers."""
+        self._require(config)
+        self._named.clear()
+
     def check_shards(self, config: CacheConfig) -> None:
         """Refuses a mesh's caches that keep blocks outside of their pools."""
         require_pools_alone(self, config)
@@ -187,12 +192,7 @@ class Giver(Attachment):
         Raises:
           ValueError: a cache of another config: nothing of it would be found under the tickets.
         """
-        own, other = config_digest(self._config), config_digest(cache.config)
-        if own != other:
-            raise ValueError(
-                f"the cache's config is {other[:12]} and the Giver's {own[:12]}, expected "
-                "Giver(cache.config, ...): only sizes of pools and tables may differ"
-            )
+        self._require(cache.config)
         self.expire()
         with self._lock:
             offers = [offer for offer in self._offers.values() if not offer.is_whole]
@@ -293,6 +293,14 @@ class Giver(Attachment):
                 del self._offers[int(number)]
                 return 200, []
         return 404, [b"expected contains, get or release"]
+
+    def _require(self, config: CacheConfig) -> None:
+        own, other = config_digest(self._config), config_digest(config)
+        if own != other:
+            raise ValueError(
+                f"the cache's config is {other[:12]} and the Giver's {own[:12]}, expected "
+                "Giver(cache.config, ...): only sizes of pools and tables may differ"
+            )
 
     def _offer_of(self, ticket: Ticket) -> _Offer | None:
         return self._offers.get(ticket.number) if ticket.epoch == self._epoch else None
