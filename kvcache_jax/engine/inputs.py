@@ -70,7 +70,7 @@ class Inputs:
                 dtype = jax.dtypes.canonicalize_dtype(dtype)  # as the device has it: no value is cut there
             except TypeError:
                 dtype = np.dtype(object)
-            if not (jnp.issubdtype(dtype, jnp.number) or dtype == bool):
+            if not (jnp.issubdtype(dtype, jnp.number) or dtype.kind == "b"):
                 raise TypeError(
                     f"inputs[{name!r}] is {kind!r}, expected a dtype, or jax.ShapeDtypeStruct(shape, dtype)"
                 )

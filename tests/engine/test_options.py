@@ -18,8 +18,8 @@ from tests.engine.exact_engine import (
     make_engine_with_inputs,
 )
 from tests.engine.exact_model import (
-    VOCAB,
     NAN_TOKEN,
+    VOCAB,
     ban_zero,
     collect,
     decode_alone,
