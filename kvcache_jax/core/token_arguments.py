@@ -45,14 +45,14 @@ def token_ids(values: Any, *shape: int | None) -> Array:
 
 
 def host_tokens(name: str, values: Any) -> np.ndarray:
-    """Copies the tokens of one sequence to numpy, i32[n]; n may be 0."""
+    """Converts the tokens of one sequence to numpy, i32[n]; n may be 0."""
     if isinstance(values, str | bytes):
         raise TypeError(f"{name} is {values!r}, expected integer token ids: encode the text first")
     tokens = np.asarray(as_array(name, values))
     if tokens.ndim != 1:
         got = f"a {type(values).__name__} of shape {tokens.shape}"
         raise ValueError(f"{name} is {got}, expected a list of token ids or an array [n]")
-    return np.array(_words(name, tokens)) if len(tokens) else np.zeros(0, np.int32)
+    return np.asarray(_words(name, tokens)) if len(tokens) else np.zeros(0, np.int32)
 
 
 def require_tokens(operation: str, tokens: Any, cache: Cache) -> None:
