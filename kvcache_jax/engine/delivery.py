@@ -147,12 +147,15 @@ class Delivery:
                 said = sample.text.add((tokens, logprobs, tops), has_ended)
             except Exception as error:
                 stop, self._error = Finish.CANCELLED, self._error or error
+            if sample.has_stopped:  # its own function has cancelled it, and its end is told
+                return
             (tokens, logprobs, tops), text, sample.has_stopped = said
             if sample.has_stopped:
                 reason, has_ended = stop, True
             if not (tokens or text or has_ended):
                 return
         self.metrics.note_tokens(sample, len(tokens), now)
+        sample.num_told += len(tokens)
         if tokens:
             sample.first_at = now if sample.first_at is None else sample.first_at
             sample.told_at = now

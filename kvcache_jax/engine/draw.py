@@ -135,6 +135,11 @@ def _failure_of(logits: jax.Array) -> jax.Array:
 def _tops(logits: jax.Array, options: Options) -> tuple[jax.Array, jax.Array] | None:
     if options.num_top_logprobs == 0:
         return None
+    if (vocab := logits.shape[-1]) < options.num_top_logprobs:
+        raise ValueError(
+            f"num_top_logprobs is {options.num_top_logprobs} and forward's logits are for {vocab} tokens, "
+            f"expected at most {vocab}: make the Engine with fewer"
+        )
     logprobs, tokens = lax.top_k(jax.nn.log_softmax(logits, axis=-1), options.num_top_logprobs)
     return tokens, logprobs
 
@@ -148,7 +153,8 @@ def note_prompts(state: EngineState, step: Step, logits: jax.Array) -> EngineSta
     mask &= place < get_at(state.requests.prompt_len, slots, 0)
     tokens = get_at(state.requests.tokens, get_at(state.requests.start, slots, 0) + place)
     logits = logits.astype(jnp.float32)
-    chosen = jnp.take_along_axis(logits, jnp.where(mask, tokens, 0)[..., None], axis=-1)[..., 0]
+    known = jnp.where(tokens < 0, logits.shape[-1], tokens)  # a negative index is no token's
+    chosen = jnp.take_along_axis(logits, jnp.where(mask, known, 0)[..., None], axis=-1, mode="fill")[..., 0]
     logprobs = chosen - jax.nn.logsumexp(logits, axis=-1)
     slots, kind = jnp.broadcast_to(slots, mask.shape), jnp.full_like(place, OF_PROMPT)
     mask, slots, place, logprobs, kind = (x.reshape(-1) for x in (mask, slots, place, logprobs, kind))

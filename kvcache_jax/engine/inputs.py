@@ -54,18 +54,26 @@ class Inputs:
             raise ValueError(
                 f"kinds has {PARTS!r}, expected another name: it is what requests call their parts"
             )
+        if not isinstance(self.kinds, Mapping):
+            raise TypeError(f"inputs is {self.kinds!r}, expected {{name: dtype}}, or kv.engine.Inputs")
         self.specs()
 
     def specs(self) -> tuple[InputSpec, ...]:
         """Lists the inputs as static values."""
         specs = []
         for name, kind in self.kinds.items():
+            if not isinstance(name, str):
+                raise TypeError(f"inputs has the name {name!r}, expected a str")
+            is_struct = not isinstance(kind, type) and hasattr(kind, "shape") and hasattr(kind, "dtype")
+            shape, dtype = (tuple(kind.shape), kind.dtype) if is_struct else ((), kind)
             try:
-                shape, dtype = tuple(getattr(kind, "shape", ())), jnp.dtype(getattr(kind, "dtype", kind))
+                dtype = jax.dtypes.canonicalize_dtype(dtype)  # as the device has it: no value is cut there
             except TypeError:
+                dtype = np.dtype(object)
+            if not (jnp.issubdtype(dtype, jnp.number) or dtype.kind == "b"):
                 raise TypeError(
                     f"inputs[{name!r}] is {kind!r}, expected a dtype, or jax.ShapeDtypeStruct(shape, dtype)"
-                ) from None
+                )
             specs.append(InputSpec(name, shape, dtype.name))
         return tuple(specs)
 

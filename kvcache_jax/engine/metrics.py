@@ -75,7 +75,7 @@ class Metrics:
     def note_end(self, sample: Sample, reason: str, now: float) -> None:
         """Counts the end of a sample."""
         self._ends[reason] = self._ends.get(reason, 0) + 1
-        num = len(sample.tokens)
+        num = sample.num_told
         values = {
             "e2e_request_latency_seconds": now - sample.pushed_at,
             "request_queue_time_seconds": sample.time_queued(now),

@@ -194,13 +194,14 @@ def table_sizes(limits: Limits, config: CacheConfig, inputs: Inputs) -> TableSiz
                 f"a request has parts {request.parts} and items or prompt_logprobs, expected one of them: a "
                 "part is computed without the tokens before it, and is known by its token ids alone"
             )
+        # Its last token is not stored.
+        found = inputs.parts.spans(np.asarray(request.prompt), request.parts, request.num_tokens - 1, config)
         if len(request.parts) > inputs.parts.max_parts:
             raise ValueError(
                 f"a request has {len(request.parts)} parts, expected at most max_parts = "
                 f"{inputs.parts.max_parts} of the Engine's inputs=kv.engine.Inputs(parts=...): raise it"
             )
-        # Its last token is not stored.
-        return inputs.parts.spans(np.asarray(request.prompt), request.parts, request.num_tokens - 1, config)
+        return found
 
     num_slots = max(4 * config.max_seqs, 64) if limits.max_requests is None else limits.max_requests
     longest, num_tokens = config.max_seq_len + 1, limits.max_tokens

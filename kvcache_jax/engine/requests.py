@@ -24,6 +24,7 @@ from kvcache_jax.arrays.pytree import pytree_dataclass
 from kvcache_jax.core.arguments import hashable_id, namespace_words, one_priority
 from kvcache_jax.core.extras import MOST_TICKS, Turn, ticks_of
 from kvcache_jax.core.token_arguments import host_tokens
+from kvcache_jax.decoding.arguments import as_list
 from kvcache_jax.decoding.options import GREEDY, SamplingParams, require_option
 from kvcache_jax.decoding.prompt_parts import NO_PARTS, PromptParts
 from kvcache_jax.decoding.sampling import SamplingColumns
@@ -178,7 +179,8 @@ class GenerationRequest:
         pairs, first position and end of each part of its prompt, for an engine that puts prompts together.
       num_top_logprobs: Most probable tokens reported with each token. Default: as many as the engine has.
       prompt_logprobs: Reports the log-probabilities of the prompt's tokens, which the cache then does not
-        serve. Of several samples the first one's events have them.
+        serve; NaN for an id that the model's logits do not reach, as of items. Of several samples the first
+        one's events have them.
       stop_strings: Texts that end it, `kv.engine.StopStrings(texts, detokenize)`: its tokens and its text end
         before.
 
@@ -227,7 +229,7 @@ class GenerationRequest:
             "num_samples": static_count("num_samples", self.num_samples),
             "namespace": one_namespace(self.namespace),
             "items": items,
-            "inputs": {name: np.asarray(value) for name, value in dict(self.inputs).items()},
+            "inputs": _checked_inputs(self.inputs),
             "prompt_logprobs": static_flag("prompt_logprobs", self.prompt_logprobs),
         }
         require_option("stop_strings", self.stop_strings, StopStrings, or_none=True)
@@ -271,14 +273,34 @@ class GenerationRequest:
 
 def _checked_items(items: Any, prompt_len: int) -> tuple[tuple[int, int], ...]:
     checked = []
-    for item in items:
-        first, end = (static_count("items", value, least=0) for value in item)
+    for item in as_list("items", items, "pairs (first position, end)"):
+        pair = as_list("items", item, "pairs (first position, end)")
+        if len(pair) != 2:
+            raise ValueError(f"items has {item!r}, expected a pair (first position, end)")
+        first, end = (static_count("items", value, least=0) for value in pair)
         if not first < end <= prompt_len:
             raise ValueError(
                 f"items has ({first}, {end}), expected first < end <= {prompt_len}, the prompt's tokens"
             )
         checked.append((first, end))
     return tuple(checked)
+
+
+def _checked_inputs(inputs: Any) -> dict[str, np.ndarray]:
+    """Copies values, so that a request says what it said when it was made."""
+    if not isinstance(inputs, Mapping):
+        raise TypeError(
+            f"inputs is {inputs!r}, expected {{name: value}}, with names that the Engine declares"
+        )
+    checked = {}
+    for name, value in inputs.items():
+        try:
+            checked[name] = np.array(value)
+        except ValueError:
+            raise ValueError(
+                f"inputs[{name!r}] is {value!r}, expected a number, or an array of one shape"
+            ) from None
+    return checked
 
 
 def one_namespace(namespace: ArrayLike | None) -> np.ndarray:

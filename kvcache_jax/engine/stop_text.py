@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from kvcache_jax.decoding.arguments import as_list
+
 _INCOMPLETE = "\ufffd"
 _MOST_INCOMPLETE = 3
 """Characters that may stand for the bytes of one that is not complete."""
@@ -34,8 +36,10 @@ class StopStrings:
     def __post_init__(self):
         if not callable(self.detokenize):
             raise TypeError(f"detokenize is {self.detokenize!r}, expected a function: tokens -> text")
-        if isinstance(self.texts, str) or not self.texts or not all(map(_is_text, self.texts)):
-            raise ValueError(f"texts is {self.texts!r}, expected a list of strings that are not empty")
+        texts = self.texts if isinstance(self.texts, str) else as_list("texts", self.texts, "strings")
+        if isinstance(texts, str) or not texts or not all(map(_is_text, texts)):
+            raise ValueError(f"texts is {texts!r}, expected a list of strings that are not empty")
+        object.__setattr__(self, "texts", tuple(texts))
 
 
 def _is_text(text: object) -> bool:

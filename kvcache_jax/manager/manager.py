@@ -84,6 +84,8 @@ class CacheManager(Queries):
           store: A store, to which committed blocks are saved and in which `find_stored` looks for prompts;
             what it has is loaded first. The manager closes it.
         """
+        if not isinstance(store, AttachedStore | None):
+            raise TypeError(f"store is {store!r}, expected a kv.tiers.AttachedStore, or None")
         self._holder = CacheHolder(cache, sharding, self._on_lost)
         self._config = self._holder.config
         self._widths = checked_widths(widths, self._config.query_len_limit)

@@ -212,6 +212,14 @@ def test_stop_strings_end_a_request_before_them():
             r"has the input 'lora', expected one of \['automaton', 'bans', 'bias'",
         ),
         (lambda: push(num_top_logprobs=4), "num_top_logprobs = 4, expected at most 3: make the Engine with"),
+        (lambda: ask([1], 1, inputs=None), "inputs is None, expected {name: value}"),
+        (lambda: ask([1], 1, inputs={"a": [[1], [1, 2]]}), r"inputs\['a'\] is \[\[1\], .* of one shape"),
+        (lambda: ask([1], 1, items=None), r"items is None, expected a list of pairs \(first"),
+        (lambda: ask([1], 1, items=[(0, 1, 2)]), r"items has \(0, 1, 2\), expected a pair \(first"),
+        (lambda: kv.engine.Inputs(["a"]), r"inputs is \['a'\], expected {name: dtype}"),  # type: ignore
+        (lambda: kv.engine.Inputs({3: bool}), "inputs has the name 3, expected a str"),  # type: ignore
+        (lambda: kv.engine.Inputs({"a": object}), r"inputs\['a'\] is <class 'object'>, expected a dtype"),
+        (lambda: kv.engine.StopStrings(None, text_of), "texts is None, expected a list of"),  # type: ignore
         (lambda: kv.engine.StopStrings("ab", text_of), "texts is 'ab', expected a list of strings"),
         (lambda: kv.engine.StopStrings([""], text_of), r"texts is \[''\], expected a list of strings"),
         (
@@ -254,3 +262,27 @@ def plain(**options):
 def test_a_request_without_inputs_has_zeros():
     request = ask([3, 1, 4], 9, "a")
     expect(collect(make_engine(), [request]), [request])
+
+
+def test_a_request_says_what_it_said_when_it_was_made():
+    """Whatever its caller does with arrays and lists afterwards, and though texts can be read once."""
+    prompt, bias, texts = np.array([3, 1, 4], np.uint32), np.zeros(VOCAB, np.float32), ["never said"]
+    request = ask(prompt, 9, "a", inputs={"bias": bias}, stop_strings=kv.engine.StopStrings(texts, text_of))
+    prompt[:], bias[5] = 7, 100.0
+    texts[0] = text_of(decode_alone(ask([3, 1, 4], 1))[0] * 2)[:1]
+    expect(collect(make_engine(), [request]), [ask([3, 1, 4], 9, "a")])
+    assert kv.engine.StopStrings(iter(["a"]), text_of).texts == ("a",)  # type: ignore
+
+
+@pytest.mark.parametrize("kind", [np.int64, int, np.dtype("int64"), jax.ShapeDtypeStruct((), "int64")])
+def test_an_input_is_of_the_dtype_that_the_device_has(kind):
+    """So that a value which that one does not hold is refused, and not cut."""
+    assert [*kv.engine.Inputs({"a": kind}).specs()] == [("a", (), "int32")]
+
+
+def test_what_the_logits_do_not_reach_has_no_log_probability():
+    """Ids of items, as large or as small as they come."""
+    engine = make_engine()
+    assert engine.push([ask([1, -1, 2, -5, VOCAB, 3], 1, prompt_logprobs=True)]) == 1
+    [logprobs] = [event.prompt_logprobs for event in engine]
+    assert np.isnan(logprobs).tolist() == [True, False, True, True, False]

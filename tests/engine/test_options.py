@@ -19,6 +19,7 @@ from tests.engine.exact_engine import (
 )
 from tests.engine.exact_model import (
     NAN_TOKEN,
+    VOCAB,
     ban_zero,
     collect,
     decode_alone,
@@ -173,6 +174,13 @@ def test_a_hook_that_returns_something_else_is_named(process, found):
     ):
         engine.drain()
     assert engine.num_unfinished == 1
+
+
+def test_no_more_tokens_are_reported_than_there_are():
+    engine = make_engine(num_top_logprobs=VOCAB + 1)
+    engine.push([ask([1], 1)])
+    with pytest.raises(ValueError, match=r"num_top_logprobs is 25 and .* for 24 tokens, expected at most 24"):
+        engine.drain()
 
 
 def test_a_request_whose_tokens_are_all_banned_says_so():

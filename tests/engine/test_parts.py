@@ -226,6 +226,7 @@ def test_parts_that_are_none_are_refused_by_name():
     one, both = [(0, 2)], "and items or prompt_logprobs, expected one of them"
     options: dict[str, Any]
     for asked, parts, options, match in (
+        (engine, 3, {}, "parts is 3, expected a list of spans"),
         (engine, [(2, 1)], {}, r"parts has the span \(2, 1\), expected 0 <= start < end <= 20"),
         (engine, [(19, 21)], {}, r"parts has the span \(19, 21\), expected 0 <= start < end <= 20"),
         (
@@ -241,6 +242,6 @@ def test_parts_that_are_none_are_refused_by_name():
         (plain, one, {}, "a request has the input 'parts', expected one of"),
     ):
         request = kv.GenerationRequest(prompt, 3, inputs={"parts": parts}, **options)
-        with refuse(match):
+        with refuse(match, TypeError if parts == 3 else ValueError):
             asked.push([request])
         assert not asked.num_unfinished

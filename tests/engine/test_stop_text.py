@@ -9,7 +9,7 @@ import pytest
 import kvcache_jax as kv
 from kvcache_jax.engine.stop_text import StopStrings, StopText
 from tests.engine.exact_engine import ask, expect, make_engine
-from tests.engine.exact_model import note
+from tests.engine.exact_model import decode_alone, note
 
 INCOMPLETE = "\ufffd"
 BYTES = [bytes([each]) for each in "é中😀".encode()]
@@ -184,3 +184,32 @@ def test_an_error_of_a_detokenize_ends_its_request_alone(fault):
         note(said, [event])
     expect(said, [requests[0], requests[2]])
     assert said[1, 0][2] == "cancelled" and len(said[1, 0][0]) < 5 and engine.figures().running == 0
+
+
+def test_tokens_that_were_held_back_for_ever_count_nowhere():
+    """Metrics are of what the consumer was told, and a stop string ends a request in the midst of tokens."""
+    tokens, engine = decode_alone(ask([1, 2, 3], 12))[0], make_engine()
+
+    def letters(tokens):
+        return "".join(chr(ord("a") + token) for token in tokens)
+
+    stops = kv.engine.StopStrings([letters(tokens[4:7])], letters)
+    assert engine.push([ask([1, 2, 3], 12, stop_strings=stops)]) == 1
+    assert sum(len(event.tokens) for event in engine) == 4
+    metrics = engine.metrics()
+    assert metrics["vllm:request_generation_tokens"]["sum"] == metrics["vllm:generation_tokens"] == 4
+
+
+def test_a_function_that_cancels_its_own_request_ends_it_once():
+    engine, said = make_engine(), {}
+
+    def ends(tokens):
+        engine.cancel("ended")
+        return "x" * len(tokens)
+
+    other = ask([3], 6, "other")
+    stops = kv.engine.StopStrings(["never said"], ends)
+    assert engine.push([ask([1, 2], 6, "ended", stop_strings=stops), other]) == 2
+    note(said, engine)
+    assert said["ended", 0][2] == "cancelled"
+    expect(said, [other])

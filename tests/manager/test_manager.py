@@ -157,6 +157,7 @@ def test_absurd_arguments_change_nothing():
         (ValueError, "token id 1099511627776", lambda: manager.append_tokens("a", [2**40])),
         (ValueError, "expected a list of token ids", lambda: manager.allocate_request("b", [[1, 2]])),
         (ValueError, "uint32", lambda: manager.allocate_request("b", [1], namespace=[1, 2, 3, 4])),
+        (TypeError, "store is 5, expected a kv.tiers.AttachedStore", lambda: kv.CacheManager(PLAIN, store=5)),
         (TypeError, "unhashable", lambda: manager.allocate_request(["b"], [1])),
         (ValueError, "does not equal itself", lambda: manager.allocate_request(float("nan"), [1])),
         (TypeError, "a request id and its token_ids", lambda: manager.append_tokens("a")),
