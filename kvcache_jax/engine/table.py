@@ -48,10 +48,8 @@ class Sample:
     num_to_ask: int = 0  # attachments that have not answered yet what they have of its prompt
     is_sent: bool = False  # the device knows of it
     ending: Finish | None = None  # why the device was told to end it
-    tokens: list[int] = dataclasses.field(
-        default_factory=list
-    )  # those that the device told, after the prompt
-    num_told: int = 0  # of these, those that the consumer was told
+    tokens: list[int] = dataclasses.field(default_factory=list)  # that the device told, after the prompt
+    num_told: int = 0  # of these, to the consumer
     # When it first had a row, and when its first and its latest tokens came, all on the host's clock.
     started_at: float | None = None
     first_at: float | None = None
