@@ -18,7 +18,7 @@ from jax.typing import ArrayLike
 
 from kvcache_jax.arrays.number_checks import finite_number
 from kvcache_jax.core import token_arguments
-from kvcache_jax.core.attachment import Attachment, shard_of
+from kvcache_jax.core.attachment import Attachment, require_prefix_caching, shard_of
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import Cache
 from kvcache_jax.prefix.group_links import link_places
@@ -179,6 +179,7 @@ class Giver(Attachment):
 
     def begin(self, config: CacheConfig) -> None:
         """Refuses an engine of another config; forgets the blocks of the engine before, not its offers."""
+        require_prefix_caching("a Giver", config)
         self._require(config)
         self._named.clear()
 

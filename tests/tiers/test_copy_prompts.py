@@ -84,7 +84,7 @@ PLACES = {
 @pytest.mark.parametrize("config", [HEADS, WINDOWS], ids=["one group", "windows"])
 @pytest.mark.parametrize("places", PLACES)
 def test_heads_and_contexts_may_be_split_otherwise(config, places, way):
-    """Whatever devices have the caches: what is found, and its contents, are those of one device."""
+    """Whatever devices have the caches: what is found, and its contents, are as on one device."""
     user, text = PrefixUser(config), PrefixUser.new_text(None, 1, 22)  # type: ignore
     caches = served(text, config=config).cache, user.cache
     source, cache = (placed(each, *place) for each, place in zip(caches, PLACES[places], strict=True))

@@ -57,7 +57,7 @@ def alone(config, prompt):
 
 
 class TierScript:
-    """A cache with tiers, whose answers are compared with those of a cache that nothing was in."""
+    """A cache with tiers, whose answers are compared with the answers of a cache that nothing was in."""
 
     def __init__(self, layers, seed):
         self.rng, self.store = np.random.default_rng(seed), kv.tiers.MemoryStore()

@@ -371,6 +371,9 @@ def test_a_giver_refuses_what_it_cannot_do(giver):
     with pytest.raises(TypeError, match="prompt"):
         giver.offer(["a"])
     other = kv.init(dataclasses.replace(CONFIG, block_size=8))
+    bare = dataclasses.replace(CONFIG, enable_prefix_caching=False)
+    with pytest.raises(ValueError, match="a Giver is attached to an engine without prefix caching, expected"):
+        giver.begin(bare)
     for see in (lambda: giver.look(other), lambda: giver.begin(other.config)):
         with pytest.raises(ValueError, match=r"config is .* and the Giver's .*, expected Giver\("):
             see()
