@@ -11,7 +11,6 @@ import contextlib
 import itertools
 import os
 import pickle
-import re
 import socket
 import sys
 import threading
@@ -27,6 +26,7 @@ from jax._src import distributed  # the coordination service's store has no publ
 
 from kvcache_jax.arrays.number_checks import finite_number
 from kvcache_jax.core.team import ProcessLost, Team
+from kvcache_jax.processes.failures import Failure, is_symptom, last_line
 from kvcache_jax.processes.team_settings import risks_of_settings
 
 _LEADER = 0
@@ -255,7 +255,7 @@ class DistributedTeam(Team):
         try:
             mine: Any = {**marks()}
         except Exception as error:  # the others wait for the marks
-            self._client.key_value_set_bytes(f"{key}{me}", pickle.dumps(_last_line(error)))
+            self._client.key_value_set_bytes(f"{key}{me}", pickle.dumps(last_line(error)))
             raise
         self._client.key_value_set_bytes(f"{key}{me}", pickle.dumps(mine))
         for process in range(jax.process_count()):
@@ -280,7 +280,7 @@ class DistributedTeam(Team):
             time.sleep(_POLL_S)
         errors = [error for shard in array.addressable_shards if (error := _error_of(shard.data))]
         if errors:
-            raise min(errors, key=_is_symptom)
+            raise min(errors, key=is_symptom)
 
     def explained(self, error: Exception) -> Exception:
         """Waits for a sign that another process is why the device failed, after a sign of its own."""
@@ -334,9 +334,9 @@ class DistributedTeam(Team):
 
     def _note_failure(self, error: Exception) -> None:
         order, call = (0, self._call[0]) if self._is_guarded else (self._num_orders, 0)
-        text = f"{order} {call} {int(_is_symptom(error))} {_last_line(error)}"
         key = f"{self._key}failed/{jax.process_index()}"
-        self._client.key_value_set_bytes(key, text.encode(), allow_overwrite=True)
+        noted = Failure.of(error, order, call).encode()
+        self._client.key_value_set_bytes(key, noted, allow_overwrite=True)
 
     def _end(self) -> NoReturn:
         """Ends a process whose team is lost."""
@@ -350,18 +350,20 @@ class DistributedTeam(Team):
     def _check(self) -> None:
         if self._lost:
             raise ProcessLost(self._lost)
-        for process, order, is_here, is_known, error in self._failures():
-            if (order > self._first_order or is_here) and is_known:
-                raise ProcessLost(f"process {process} failed: {error}")
-
-    def _failures(self, can_be_known: bool = True) -> Iterator[tuple[int, int, bool, bool, str]]:
-        """Lists others' failures: process, order, whether in this guarded call, whether for sure, error."""
-        for process, (text, at) in tuple(self._failed.items()):
-            order, call, is_symptom, error = text.decode().split(" ", 3)
-            is_here = self._is_guarded and int(call) == self._call[0]
+        for process, failure, is_old in self._failures():
+            is_new = failure.order > self._first_order or self._is_here(failure)
             # Where a process is lost, the others' collectives fail too: its silence says more than they do.
-            is_known = can_be_known and is_symptom == "0" or self._num_looks - at > self._grace_looks
-            yield process, int(order), is_here, is_known, error
+            if is_new and (is_old or not failure.is_symptom):
+                raise ProcessLost(f"process {process} failed: {failure.error}")
+
+    def _failures(self) -> Iterator[tuple[int, Failure, bool]]:
+        """Lists what other processes noted, and whether a silent process would be known since."""
+        for process, (text, at) in tuple(self._failed.items()):
+            yield process, Failure.decode(text), self._num_looks - at > self._grace_looks
+
+    def _is_here(self, failure: Failure) -> bool:
+        """Tests whether it is of the guarded call that this process makes."""
+        return self._is_guarded and failure.call == self._call[0]
 
     def _send(self, order: Any) -> None:
         """Sends an order to all followers, and forgets one that they have done long ago."""
@@ -419,16 +421,10 @@ class DistributedTeam(Team):
                     f"process {process} calls {other_call} where process {me} calls {call}, expected the "
                     "same calls in the same order in all processes"
                 )
-        # All may fail alike, one sooner than another.
-        for process, _, is_here, is_known, error in self._failures(can_be_known=False):
-            if is_here and is_known:
-                return f"process {process} failed in {call}, for which this process waits: {error}"
+        for process, failure, is_old in self._failures():
+            if is_old and self._is_here(failure):  # all may fail alike, one sooner than another
+                return f"process {process} failed in {call}, for which this process waits: {failure.error}"
         return None
-
-
-def _last_line(error: Exception) -> str:
-    """Returns the last line of an error, which may be a traceback."""
-    return "".join(str(error).strip().splitlines()[-1:]) or repr(error)
 
 
 def _error_of(data: jax.Array) -> Exception | None:
@@ -437,11 +433,6 @@ def _error_of(data: jax.Array) -> Exception | None:
     except jax.errors.JaxRuntimeError as error:
         return error
     return None
-
-
-def _is_symptom(error: Exception) -> bool:
-    """Tests whether a collective failed, for which another process or device may be the reason."""
-    return re.search("gloo|nccl|collective", str(error), re.IGNORECASE) is not None
 
 
 def _watch(of: weakref.ref, stop: threading.Event) -> None:

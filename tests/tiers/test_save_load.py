@@ -313,25 +313,6 @@ def test_large_blocks_are_verified_in_threads(monkeypatch):
     assert loaded.reasons["wrong checksum"] == 1 and loaded.num_loaded + loaded.num_dropped == 7
 
 
-def test_what_the_device_reads_is_not_filled_anew(monkeypatch):
-    """Of many batches: a program may read its contents in place until the next one is imported."""
-    importing, given = load_blocks._import, []
-
-    def import_and_look_back(cache, contents):
-        if given:
-            contents_before, copy = given[-1]
-            assert leaf_bytes(contents_before) == copy
-        given.append((contents, leaf_bytes(contents)))
-        return importing(cache, contents)
-
-    monkeypatch.setattr(load_blocks, "_import", import_and_look_back)
-    monkeypatch.setattr(load_blocks, "batch_size", lambda cache: 2)
-    store, _ = saved(saved_user((1, 21), (2, 9), (3, 13)))
-    cold, loaded = restarted(store)
-    assert loaded.num_loaded == 10 and len(given) == 5
-    assert [cold.start(row, cold.new_text(*text)) for row, text in enumerate(((1, 21), (3, 13)))] == [20, 12]
-
-
 @pytest.mark.parametrize("more", [b"", b"x"])
 def test_a_value_of_another_length_than_its_header_says(more):
     store, _ = saved(saved_user((1, 5)))
