@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 from kvcache_jax.arrays.masked_updates import any_of, get_at, num_true, quotient, rank_true, remainder, set_at
@@ -304,11 +305,16 @@ def find_chunks(
     num_tokens = arguments.int_column("num_tokens", num_tokens)
     tokens = token_arguments.token_ids(tokens, num_tokens.shape[0], None)
     namespaces = arguments.namespace_words(namespace, num_tokens.shape[0])
-    return _find(chunks, padded_name(tokens, chunks), num_tokens, namespaces)
+    most = np.int32(tokens.shape[1])
+    return _find(chunks, padded_name(tokens, chunks), num_tokens, most, namespaces)
 
 
 @jax.jit
-def _find(chunks: Chunks, tokens: jax.Array, num_tokens: jax.Array, namespaces: jax.Array) -> jax.Array:
+def _find(
+    chunks: Chunks, tokens: jax.Array, num_tokens: jax.Array, most: jax.Array, namespaces: jax.Array
+) -> jax.Array:
+    # Padding to the width of the store is no token that a caller named.
+    num_tokens = jnp.where(num_tokens <= most, num_tokens, 0)
     places = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     named = jnp.where(places[None] < num_tokens[:, None], tokens, 0)
     return chunks.find(named, num_tokens, jnp.asarray(namespaces))

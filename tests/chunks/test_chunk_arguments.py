@@ -79,3 +79,17 @@ def test_a_store_of_chunks_is_refused_where_it_has_no_meaning():
         kv.chunks.compose(cache, [0], ids, np.zeros((1, 2), int), rotate=None)
     with pytest.raises(ValueError, match="rotate returned shape"):
         kv.chunks.compose(cache, [0], ids, ids, rotate=lambda keys, distance: keys[..., 1:])
+
+
+def stored():
+    """A store with one chunk, of tokens that end in zeros."""
+    sizes = dict(num_blocks=8, block_size=4, max_seqs=2, max_seq_len=16, extras=[kv.chunks.Store(3, 8)])
+    cache, _ = kv.allocate(kv.init(kv.CacheConfig([kv.FullAttention(1, 8)], **sizes)), [0], [8])
+    cache, step = kv.extend(cache, [8, 0], max_new=8)
+    return kv.chunks.store(cache, [0], [0], [5], [[1, 2, 3, 0, 0]])[0], step
+
+
+def test_padding_that_no_caller_wrote_is_no_token_of_a_name():
+    cache, _ = stored()
+    for tokens, length, found in (([1, 2, 3, 0, 0, 7], 5, 0), ([1, 2, 3], 5, 3), ([1, 2, 3, 0], 5, 3)):
+        assert kv.chunks.find(cache, [tokens], [length]).tolist() == [found], tokens
