@@ -65,7 +65,10 @@ def key_rotation(
     is_interleaved = static_flag("is_interleaved", is_interleaved)
     if isinstance(inv_freq, Tracer):
         raise TypeError("inv_freq is traced, expected numbers of the host: the table is made in float64")
-    frequencies = np.asarray(inv_freq, np.float64)
+    try:
+        frequencies = np.asarray(inv_freq, np.float64)
+    except (TypeError, ValueError):
+        frequencies = np.zeros(0)
     if frequencies.ndim != 1 or not frequencies.size or not np.isfinite(frequencies).all():
         raise ValueError(f"inv_freq is {inv_freq!r}, expected a list of finite frequencies, one per pair")
     angles = np.arange(max_distance + 1)[:, None] * frequencies

@@ -202,8 +202,9 @@ def _rotated(tile: jax.Array, distance: jax.Array, rotate: Rotate) -> jax.Array:
     """Rotates keys `[heads, n, t, head_dim]` by `distance` i32[n, t], in float32."""
     keys = jnp.moveaxis(tile, 0, 2)
     rotated = _rotate(rotate, keys.astype(jnp.float32), distance)
-    if rotated.shape != keys.shape:
-        raise ValueError(f"rotate returned shape {rotated.shape}, expected that of its keys, {keys.shape}")
+    shape = getattr(rotated, "shape", None)
+    if shape != keys.shape:
+        raise ValueError(f"rotate returned shape {shape}, expected that of its keys, {keys.shape}")
     stays = (distance == 0)[..., None, None]
     return jnp.moveaxis(jnp.where(stays, keys, rotated.astype(keys.dtype)), 2, 0)
 

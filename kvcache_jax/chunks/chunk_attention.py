@@ -109,9 +109,9 @@ def chunk_deviation(
     References:
       CacheBlend (Yao et al.; arXiv:2405.16444).
     """
+    place = arguments.located_to_store(cache, layer, step)
     if step.cu_query_lens is not None:
         raise ValueError("chunk_deviation got a packed step, expected a padded one, of rewrite")
-    place = arguments.located_to_store(cache, layer, step)
     new = arguments.layer_inputs(cache, place, {"k": k, "v": v}, step.positions.shape)
     old = jax.vmap(lambda row: gather(cache, row, layer)[:2])(step.seq_ids)
     deviations = tuple(_at_places(x, of_rows, step) for x, of_rows in zip(new.values(), old, strict=True))

@@ -80,6 +80,8 @@ def chunk_selector(name: str, *, needs: Sequence[str] = ()) -> Callable[[Selecto
 def visible_to(name: str, chunks: ChunkMetadata) -> ChunkMetadata:
     """Leaves the optional metadata that the selector needs, and refuses a missing field."""
     needs = selectors.find(name).needs
+    if not isinstance(chunks, ChunkMetadata):
+        raise TypeError(f"chunks is a {type(chunks).__name__}, expected what kv.chunks.metadata returns")
     for field in sorted(needs):
         if getattr(chunks, field) is None:
             raise ValueError(f"{field} is None, expected an array: the selector {name!r} needs it")
@@ -234,13 +236,18 @@ def num_of_share(share: ArrayLike, num_tokens: ArrayLike) -> jax.Array:
 
 def _checked(chunks: ChunkMetadata) -> ChunkMetadata:
     """Converts metadata to arrays of one shape."""
-    named = {
-        name: values for name, values in chunks._asdict().items() if values is not None and name != "key"
-    }
-    named = {name: arguments.as_array(name, values) for name, values in named.items()}
-    is_token = named["is_token"]
+    is_token = arguments.as_array("is_token", chunks.is_token)
     if is_token.ndim != 2 or is_token.dtype != bool:
         raise ValueError(f"is_token is {is_token.dtype}{list(is_token.shape)}, expected bool[n, max_seq_len]")
+    named: dict[str, Any] = {"is_token": is_token}
+    for name, values in chunks._asdict().items():
+        if name == "key" and values is not None:
+            arguments.require_key(name, values)
+        elif name not in selectors.optional | named.keys():
+            named[name] = arguments.saturated(name, values)
+        elif name not in named and values is not None:
+            named[name] = arguments.as_array(name, values)
+            arguments.require_floats(name, named[name])
     for name, values in named.items():
         if values.shape != is_token.shape:
             raise ValueError(f"{name} has shape {values.shape}, expected {is_token.shape} as is_token")

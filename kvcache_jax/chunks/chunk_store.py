@@ -203,7 +203,8 @@ def evict_chunks(
     asked = [
         arguments.int_scalar(name, x) for name, x in (("num_places", num_places), ("num_blocks", num_blocks))
     ]
-    keep = arguments.int_column("keep", keep) if len(keep) else jnp.zeros(0, jnp.int32)
+    keep = arguments.as_array("keep", keep)
+    keep = arguments.int_column("keep", keep) if keep.shape != (0,) else jnp.zeros(0, jnp.int32)
     return on_rows(_evict, cache, jnp.asarray(keep), *map(jnp.asarray, asked))
 
 

@@ -94,9 +94,10 @@ def hashable_id[T](name: str, value: T) -> T:
 
 def int_scalar(name: str, value: Any) -> Array:
     """Converts `value` to i32[], saturated as in `int_column`."""
-    if shape := np.shape(value):
-        raise ValueError(f"{name} has shape {shape}, expected one integer, []")
-    return int_column(name, value[None] if isinstance(value, jax.Array) else [value])[0]
+    value = as_array(name, value)
+    if value.shape:
+        raise ValueError(f"{name} has shape {value.shape}, expected one integer, []")
+    return int_column(name, value[None])[0]
 
 
 def owned(arrays: Any) -> Any:
@@ -135,7 +136,7 @@ def integers(name: str, values: Any) -> Array:
         for value in values.flat:
             if isinstance(value, int) and abs(value) >> 63:
                 raise TypeError(f"{name} has {value}, expected integers of at most 64 bits")
-    if values.dtype.kind not in "iu" and not jnp.issubdtype(values.dtype, np.integer):
+    if not jnp.issubdtype(values.dtype, np.integer):
         fix = ""
         if values.dtype == bool and name.endswith("_ids"):
             fix = ": of a mask, jnp.where(mask, jnp.arange(max_seqs), max_seqs)"
@@ -353,6 +354,15 @@ def require_floats(name: str, values: Any) -> None:
         raise TypeError(f"{name} is a {type(values).__name__}, expected an array")
     if not jnp.issubdtype(values.dtype, jnp.floating):
         raise TypeError(f"{name} has dtype {values.dtype}, expected a floating dtype")
+
+
+def require_key(name: str, key: Any) -> None:
+    """Refuses anything but one key of `jax.random`, which may be a raw one."""
+    dtype, shape = getattr(key, "dtype", np.dtype(bool)), getattr(key, "shape", ())
+    is_typed = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    if shape != () if is_typed else dtype != np.uint32 or len(shape) != 1:
+        got = f"{dtype}{list(shape)}" if hasattr(key, "dtype") else repr(key)
+        raise TypeError(f"{name} is {got}, expected one key of jax.random, such as jax.random.key(0)")
 
 
 def layer_inputs(

@@ -93,3 +93,34 @@ def test_padding_that_no_caller_wrote_is_no_token_of_a_name():
     cache, _ = stored()
     for tokens, length, found in (([1, 2, 3, 0, 0, 7], 5, 0), ([1, 2, 3], 5, 3), ([1, 2, 3, 0], 5, 3)):
         assert kv.chunks.find(cache, [tokens], [length]).tolist() == [found], tokens
+
+
+def test_what_is_no_argument_of_chunks_is_refused():
+    cache, step = stored()
+    new = jnp.ones((2, 8, 1, 8))
+    chunks = kv.chunks.metadata(cache, [[0]], [[4]])
+
+    def select(name="first", **fields):
+        return kv.chunks.select_tokens(name, chunks._replace(**fields), [1], max_select=4)
+
+    for call, message in (
+        (lambda: kv.chunks.evict(cache, 1, keep=0), r"keep has shape \(\), expected one integer per row"),
+        (lambda: kv.chunks.evict(cache, 1, keep=None), "keep has dtype object, expected integers"),
+        (lambda: kv.chunks.evict(cache, [0, [1]]), "num_places is no array .*, expected rows of one length"),
+        (lambda: kv.chunks.free(cache, jax.random.key(0)), "chunk_ids has dtype key<fry>, expected integers"),
+        (lambda: kv.chunks.deviation(cache, 0, new, new, 3), "step is a int, expected the Step that extend"),
+        (lambda: kv.chunks.select_tokens("first", 3, [1], max_select=4), "chunks is a int, expected what kv"),
+        (lambda: select(is_token=None), r"is_token is object\[\], expected bool\[n, max_seq_len\]"),
+        (lambda: select(nth_chunk=None), "nth_chunk has dtype object, expected integers"),
+        (lambda: select("attention", attention=chunks.chunk_len), "attention has dtype int32"),
+        (lambda: select("random", key=3), "key is 3, expected one key of jax.random, such as"),
+        (lambda: select("random", key=jax.random.split(jax.random.key(0))), r"key is key<fry>\[2\]"),
+        (lambda: kv.chunks.key_rotation("x", 9), "inv_freq is 'x', expected a list of finite frequencies"),
+        (
+            lambda: kv.chunks.compose(cache, [1], [[0]], [[0]], rotate=lambda keys, distance: None),
+            "rotate returned shape None, expected that of its keys",
+        ),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            call()
+    assert kv.chunks.evict(cache, 3, keep=[])[1] == 1
