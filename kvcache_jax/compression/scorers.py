@@ -120,8 +120,23 @@ def future_queries(
         queries at positions of the text.
       next_position: i32[n], the position of the first query to come.
       num_future: Positions from there on, over which the rotation is averaged.
+
+    Raises:
+      ValueError, TypeError: shapes or dtypes do not fit, or `rotate` is no function or returns another shape.
     """
-    q, mask = q.astype(jnp.float32), is_query[..., None, None]
+    arguments.require_floats("q", q)
+    if q.ndim != 4:
+        raise ValueError(f"q has shape {q.shape}, expected [n, T, num_q_heads, key_dim]")
+    is_query = arguments.as_array("is_query", is_query)
+    if is_query.dtype != bool or is_query.shape != q.shape[:2]:
+        raise ValueError(
+            f"is_query is {is_query.dtype}{list(is_query.shape)}, expected bool{list(q.shape[:2])}"
+        )
+    if not callable(rotate):
+        raise TypeError(f"rotate is {rotate!r}, expected a function of queries and positions")
+    next_position = jnp.asarray(arguments.int_column("next_position", next_position, q.shape[0]))
+    num_future = static_count("num_future", num_future, most=2**30, most_name="2**30")
+    q, mask = jnp.asarray(q, jnp.float32), jnp.asarray(is_query)[..., None, None]
     count = jnp.sum(mask, axis=1).astype(jnp.float32)
     mean = jnp.sum(jnp.where(mask, q, 0), axis=1) / count
     off = jnp.where(mask, q - mean[:, None], 0)
@@ -130,7 +145,9 @@ def future_queries(
 
     def average(position: jax.Array) -> jax.Array:
         positions = position + jnp.arange(num_future, dtype=jnp.int32)
-        turned = rotate(jnp.broadcast_to(unit, (num_future, *unit.shape)), positions)
+        turned = rotate(axes := jnp.broadcast_to(unit, (num_future, *unit.shape)), positions)
+        if (shape := getattr(turned, "shape", None)) != axes.shape:
+            raise ValueError(f"rotate returned shape {shape}, expected that of its queries, {axes.shape}")
         return turned.mean(axis=0).astype(jnp.float32)  # its rows are the rotated axes
 
     matrix = jax.vmap(average)(next_position)
@@ -145,10 +162,11 @@ def pyramid_budgets(num_keep: ArrayLike, num_layers: int, window: int, num_token
     twentieth, and the first as many more than the average as the last has less.
 
     Args:
-      num_keep: i32[n], average over the layers, at least `window`.
+      num_keep: i32[n], average over the layers; of less than the window, each layer keeps the window.
       num_layers: Layers.
       window: Last tokens, which every layer keeps.
-      num_tokens: i32[n], tokens that the rows hold; no layer keeps more.
+      num_tokens: i32[n], tokens that the rows hold; no layer keeps more, and all keep all where fewer than
+        `num_keep` or the window are held.
 
     Returns:
       i32[n, num_layers] for `compress(num_keep=)`, which wants layers of different numbers in groups of their
@@ -162,11 +180,16 @@ def pyramid_budgets(num_keep: ArrayLike, num_layers: int, window: int, num_token
     References:
       PyramidKV (Cai et al.; arXiv:2406.02069).
     """
-    num_keep, num_tokens = (jnp.asarray(x, jnp.float32)[:, None] for x in (num_keep, num_tokens))
-    average = num_keep - window
-    most = jnp.minimum(2 * average - average / 20, num_tokens - window)
+    num_keep = arguments.int_column("num_keep", num_keep)
+    num_tokens = arguments.int_column("num_tokens", num_tokens, num_keep.shape[0])
+    num_layers, window = static_count("num_layers", num_layers), static_count("window", window, least=0)
+    keep, held = (jnp.asarray(x, jnp.float32)[:, None] for x in (num_keep, num_tokens))
+    window = jnp.minimum(held, window)
+    average = jnp.clip(keep, window, held) - window
+    most = jnp.minimum(2 * average - average / 20, held - window)
     least = 2 * average - most
-    share = jnp.linspace(0, 1, num_layers)[None]
+    # Alone, a layer is the average.
+    share = jnp.linspace(0, 1, num_layers)[None] if num_layers > 1 else 0.5
     return jnp.round(window + most + (least - most) * share).astype(jnp.int32)
 
 
@@ -259,6 +282,27 @@ def _float(counts: jax.Array) -> jax.Array:
     return jnp.asarray(counts).astype(jnp.float32)
 
 
+_OPTIONS = "scale", "soft_cap", "sink_logits", "weights"
+
+
+def _checked_queries(
+    queries: Any, num_rows: int, num_kv_heads: int, key_dim: int
+) -> tuple[arguments.Array, arguments.Array]:
+    """Returns mean and covariance of queries, after a look at their shapes."""
+    shapes = [getattr(x, "shape", None) for x in queries] if isinstance(queries, tuple | list) else []
+    num_heads = shapes[0][1] if shapes and shapes[0] is not None and len(shapes[0]) == 3 else 0
+    expected = (num_rows, num_heads, key_dim)
+    if shapes != [expected, (*expected, key_dim)] or not num_heads or num_heads % num_kv_heads:
+        raise ValueError(
+            f"queries has shapes {shapes}, expected what future_queries returns, [{num_rows}, num_q_heads, "
+            f"{key_dim}] and [{num_rows}, num_q_heads, {key_dim}, {key_dim}], with num_q_heads a multiple of "
+            f"num_kv_heads = {num_kv_heads}"
+        )
+    for x in queries:
+        arguments.require_floats("queries", x)
+    return queries[0], queries[1]
+
+
 @takes_one
 @jax.named_scope("kvcache.token_scores")
 def token_scores(
@@ -309,9 +353,15 @@ def token_scores(
     for name, given in (("key", key), ("queries", queries)):
         if name in found.needs and given is None:
             raise ValueError(f"{name} is None, expected a value: the scorer {scorer!r} needs it")
+    if unknown := options.keys() - _OPTIONS:
+        raise TypeError(f"token_scores got {sorted(unknown)}, expected options among {', '.join(_OPTIONS)}")
     group_id, _, pool = arguments.located(cache, layer, step)
     group = cache.config.groups[group_id]
-    num_kv_heads = keys_values_shapes(pool, group, options.get("weights")).k.shape[0]
+    num_kv_heads, _, key_dim = keys_values_shapes(pool, group, options.get("weights")).k.shape
+    if "key" in found.needs:
+        arguments.require_key("key", key)
+    if "queries" in found.needs:
+        queries = _checked_queries(queries, step.seq_ids.shape[0], num_kv_heads, key_dim)
     places = jnp.arange(group.max_len, dtype=jnp.int32)
     is_token = places[None] < step.context_len[:, None]
     if (holes := cache.control.holes) is not None:
@@ -319,7 +369,7 @@ def token_scores(
         is_token &= ~of_rows.is_hidden(jnp.broadcast_to(places[None], is_token.shape))
     num_last, attention = found.options["num_last"], None
     if "attention" in found.needs:
-        num_last = None if num_last is None else min(num_last, q.shape[1])
+        num_last = None if num_last is None else min(num_last, step.positions.shape[-1])
         attention = attention_scores(cache, layer, q, step, num_last=num_last, **options)
     num_queries = step.query_len if num_last is None else jnp.minimum(step.query_len, num_last)
     k = v = None

@@ -155,6 +155,10 @@ def test_budgets_fall_from_layer_to_layer_and_keep_the_average():
     assert budgets[0].tolist() == [126, 114, 102, 90, 78, 66]
     assert budgets[1, 0] == 400 and (np.diff(budgets) < 0).all()  # no more than the row has
     np.testing.assert_allclose(budgets.mean(axis=1), [96, 300], atol=0.5)
+    alone, *short = kv.compression.pyramid_budgets([96, 96, 96, 9], 1, 64, [768, 80, 40, 80]).tolist()
+    assert [alone, *short] == [[96], [80], [40], [64]]
+    short = kv.compression.pyramid_budgets([96, 96, 9], 3, 64, [80, 40, 80])
+    assert short.tolist() == [[80] * 3, [40] * 3, [64] * 3]
 
 
 def test_scorers_that_do_not_fit(monkeypatch):
@@ -178,3 +182,57 @@ def test_scorers_that_do_not_fit(monkeypatch):
     assert "token scorer 'asks' has needs=[] and sees no other optional metadata" in raised.value.__notes__
     kv.compression.token_scorer("flat")(lambda tokens: np.float32(tokens.is_token))
     assert scorers.scores_by("flat", TOKENS).shape == (ROWS, KV_HEADS, PLACES)
+
+
+def test_what_scorers_do_not_take_is_refused():
+    config = kv.CacheConfig([kv.FullAttention(2, 8)], num_blocks=4, block_size=4, max_seqs=2, max_seq_len=8)
+    cache, _ = kv.allocate(kv.init(config), [0], [4])
+    cache, step = kv.extend(cache, [4, 0], max_new=4)
+    q, is_query = jnp.ones((2, 4, 4, 8)), np.ones((2, 4), bool)
+
+    def score(scorer, q=q, **options):
+        return kv.compression.token_scores(cache, 0, q, step, scorer, **options)
+
+    def future(q=q, is_query=is_query, rotate=lambda x, _: x, positions=(4, 4), num_future=3):
+        return kv.compression.future_queries(q, is_query, rotate, positions, num_future=num_future)
+
+    mean, covariance = future()
+    assert score("expected attention", queries=(mean, covariance)).shape == (2, 2, 8)
+    for call, message in (
+        (lambda: score("snapkv", q=None), "q is a NoneType, expected an array"),
+        (lambda: score("tova", q=np.ones(3)), r"q has shape \(3,\), expected \(2, 4, 'num_q_heads', 8\)"),
+        (
+            lambda: score("recency", scal=2.0),
+            r"token_scores got \['scal'\], expected options among scale, soft",
+        ),
+        (lambda: score("random", key=3), "key is 3, expected one key of jax.random"),
+        (lambda: score("expected attention", queries=3), r"queries has shapes \[\], expected what future_q"),
+        (
+            lambda: score("expected attention", queries=(mean, mean)),
+            r"queries has shapes \[\(2, 4, 8\), \(2, 4",
+        ),
+        (
+            lambda: score("expected attention", queries=(mean[:, :3], covariance[:, :3])),
+            "a multiple of num_kv",
+        ),
+        (lambda: future(q=None), "q is a NoneType, expected an array"),
+        (lambda: future(q=q[0]), r"q has shape \(4, 4, 8\), expected \[n, T, num_q_heads, key_dim\]"),
+        (lambda: future(is_query=is_query[:, :3]), r"is_query is bool\[2, 3\], expected bool\[2, 4\]"),
+        (lambda: future(rotate=3), "rotate is 3, expected a function of queries and positions"),
+        (lambda: future(rotate=lambda x, _: None), r"rotate returned shape None, expected that of its quer"),
+        (lambda: future(positions=[4]), "next_position has 1 rows, expected 2"),
+        (lambda: future(num_future=0), "num_future is 0, expected 1 <= num_future"),
+        (
+            lambda: future(num_future=2**40),
+            r"num_future is 1099511627776, expected 1 <= num_future <= 2\*\*30",
+        ),
+        (
+            lambda: kv.compression.pyramid_budgets(96, 6, 64, [768]),
+            r"num_keep has shape \(\), expected one int",
+        ),
+        (lambda: kv.compression.pyramid_budgets([96], 6, 64, [7, 8]), "num_tokens has 2 rows, expected 1"),
+        (lambda: kv.compression.pyramid_budgets([96], 0, 64, [768]), "num_layers is 0, expected at least 1"),
+        (lambda: kv.compression.pyramid_budgets([96], 6, -1, [768]), "window is -1, expected at least 0"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            call()
