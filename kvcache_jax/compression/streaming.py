@@ -36,7 +36,7 @@ class Streaming(Retention):
       num_sink_tokens: First tokens of the text, which are always seen.
 
     Raises:
-      ValueError, TypeError: a window of less than 1 token, sinks of less than 0, or no integers.
+      ValueError, TypeError: a window of less than 1 token, sinks of less than 0, more than 2**30.
 
     Example:
       >>> import kvcache_jax as kv
@@ -52,7 +52,8 @@ class Streaming(Retention):
 
     def __post_init__(self):
         for name, least in (("window", 1), ("num_sink_tokens", 0)):
-            object.__setattr__(self, name, static_count(name, getattr(self, name), least=least))
+            value = static_count(name, getattr(self, name), least, 2**30, "2**30")  # their sum is an i32
+            object.__setattr__(self, name, value)
 
     @property
     def span(self) -> Span:

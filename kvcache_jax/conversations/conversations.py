@@ -79,7 +79,7 @@ class Conversations(Extra):
     spare_len: int = 512
 
     def __post_init__(self):
-        object.__setattr__(self, "spare_len", static_count("spare_len", self.spare_len, 0))
+        object.__setattr__(self, "spare_len", static_count("spare_len", self.spare_len, 0, 2**30, "2**30"))
 
     def check(self, config: CacheConfig) -> None:
         """Refuses a cache that keeps nothing of rows that ended."""

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from kvcache_jax.conversations.conversations import NAME
@@ -50,14 +51,15 @@ def set_turns(
     Args:
       cache: Not changed; built with `CacheConfig(extras=[Conversations()])`.
       seq_ids: i32[n], active rows.
-      conversations: i32[n], numbers of conversations; 0 for none.
+      conversations: i32[n], numbers, 1 to 2**31 - 2; 0 for none, and so is a traced one out of range.
       retain: [] or [n], seconds from the row's end. The next turn of the conversation says it anew.
 
     Returns:
       The cache and status i32[n]: SEQ_NOT_ACTIVE, DUPLICATE_SEQ_ID, SKIPPED, BAD_SEQ_ID.
 
     Raises:
-      ValueError, TypeError: a cache without `Conversations`, or shapes or dtypes that do not fit.
+      ValueError, TypeError: a cache without `Conversations`, numbers out of range, shapes or dtypes that do
+        not fit.
 
     Example:
       >>> import kvcache_jax as kv
@@ -71,7 +73,7 @@ def set_turns(
     _require("set_turns", cache)
     seq_ids = arguments.int_column("seq_ids", seq_ids)
     num_rows = seq_ids.shape[0]
-    conversations = arguments.int_column("conversations", conversations, num_rows)
+    conversations = _numbers(conversations, num_rows)
     turn: dict[str, Any] = {"conversation": conversations, "retain": _ticks("retain", retain, num_rows)}
     return on_rows(_begin, cache, seq_ids, Turn(**turn))
 
@@ -91,12 +93,30 @@ def _require(caller: str, cache: Cache) -> None:
         )
 
 
+def _numbers(values: Any, num_rows: int) -> arguments.Array:
+    """Converts numbers of conversations to i32[num_rows]; a saturated one would be another conversation's."""
+    given = arguments.integers("conversations", values)
+    column = arguments.int_column("conversations", given, num_rows)
+    if isinstance(given, Tracer):
+        return jnp.where((column < 0) | (column == arguments.INT32.max), 0, column)
+    for number in np.asarray(given).tolist():
+        if not 0 <= number < arguments.INT32.max:
+            raise ValueError(f"conversations has {number}, expected 0 to {arguments.INT32.max - 1}")
+    return column
+
+
 def _ticks(name: str, seconds: ArrayLike, num_rows: int) -> arguments.Array:
     """Converts seconds to i32[num_rows] ticks, rounded up."""
     values = arguments.as_array(name, seconds)
-    if values.dtype.kind not in "iuf" or values.shape not in ((), (num_rows,)):
+    is_whole = jnp.issubdtype(values.dtype, jnp.integer)
+    is_number = is_whole or jnp.issubdtype(values.dtype, jnp.floating)
+    if not is_number or values.shape not in ((), (num_rows,)):
         raise TypeError(f"{name} is {values.dtype}{list(values.shape)}, expected numbers [] or [{num_rows}]")
     numpy = jnp if isinstance(values, jax.Array) else np
+    if is_whole:  # a float32 would round them
+        whole, most = arguments.saturated(name, values), MOST_TICKS // TICKS_PER_SECOND
+        ticks = numpy.where(whole > most, MOST_TICKS, numpy.clip(whole, 0, most) * TICKS_PER_SECOND)
+        return numpy.broadcast_to(ticks.astype(np.int32), (num_rows,))
     values = values.astype(numpy.float32 if numpy is jnp else np.float64)
     if numpy is np and not np.isfinite(values).all():
         raise ValueError(f"{name} is {seconds!r}, expected finite numbers")

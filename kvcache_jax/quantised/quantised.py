@@ -66,7 +66,7 @@ class Quantised(LayerKind):
                 f"kind is {self.kind!r}, expected a layer kind that stores keys and values as they are, such "
                 "as FullAttention or SlidingWindow"
             )
-        if self.format not in FORMATS:
+        if not isinstance(self.format, str) or self.format not in FORMATS:
             raise ValueError(f"format is {self.format!r}, expected one of {', '.join(map(repr, FORMATS))}")
         object.__setattr__(self, "rotate", static_flag("rotate", self.rotate))
         for name in ("num_kv_heads", "head_dim"):

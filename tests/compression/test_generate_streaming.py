@@ -182,8 +182,11 @@ def test_what_cannot_stream_is_refused(sizes, options, error, said):
 
 
 def test_a_streaming_is_checked():
-    with pytest.raises(ValueError, match="window is 0, expected at least 1"):
-        kv.compression.Streaming(window=0)
+    for window in (0, 2**30 + 1):
+        with pytest.raises(ValueError, match=rf"window is {window}, expected 1 <= window <= 2\*\*30"):
+            kv.compression.Streaming(window=window)
+    with pytest.raises(ValueError, match=r"num_sink_tokens is 1099511627776, expected 0 <= num_sink_tokens"):
+        kv.compression.Streaming(num_sink_tokens=2**40)
     with pytest.raises(TypeError, match="num_sink_tokens is 1.5, expected an integer"):
         kv.compression.Streaming(window=3, num_sink_tokens=1.5)
     layers = [kv.SlidingWindow(2, 4, window=6, num_sink_tokens=5)] * 2

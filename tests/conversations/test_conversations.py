@@ -198,6 +198,12 @@ def test_time_never_runs_back_and_ends_of_its_range_are_ends():
     traced = jax.jit(lambda cache, now: kv.policies.set_time(cache, now))
     fresh = traced(kv.init(config_of("retention"), storage=False), jnp.float32(2.5))
     assert int(fresh.control.extras["conversations"].now) == 40
+    for seconds, ticks in ((20_000_001, 320_000_016), (2**31 - 1, 2**30 - 1)):
+        for number in (seconds, np.int64(seconds), jnp.int32(seconds)):
+            late = kv.policies.set_time(kv.init(config_of("retention"), storage=False), number)
+            assert int(late.control.extras["conversations"].now) == ticks
+    late = kv.policies.set_time(fresh, jnp.bfloat16(4))
+    assert int(late.control.extras["conversations"].now) == 64
 
 
 def test_what_cannot_be_told_is_refused():
@@ -209,8 +215,19 @@ def test_what_cannot_be_told_is_refused():
         kv.policies.set_time(cache, float("nan"))
     with pytest.raises(TypeError, match=r"retain is float64\[2\], expected numbers \[\] or \[1\]"):
         kv.policies.set_turns(cache, [0], [1], np.array([1.0, 2.0]))
-    with pytest.raises(ValueError, match="spare_len is -1, expected at least 0"):
-        kv.policies.Conversations(spare_len=-1)
+    for spare_len in (-1, 2**31):
+        with pytest.raises(
+            ValueError, match=rf"spare_len is {spare_len}, expected 0 <= spare_len <= 2\*\*30"
+        ):
+            kv.policies.Conversations(spare_len=spare_len)
+    for number in (-1, 2**31 - 1, 2**40):
+        with pytest.raises(ValueError, match=f"conversations has {number}, expected 0 to 2147483646"):
+            kv.policies.set_turns(cache, [0], [number])
+    cache, _ = start(cache, 0, (1, 2, 3))
+    tell = jax.jit(kv.policies.set_turns)
+    for number, told in ((7, 7), (-1, 0), (2**31 + 5, 0), (2**31 - 2, 2**31 - 2)):
+        numbers = np.array([number], np.uint32 if number > 0 else np.int32)
+        assert tell(cache, np.array([0]), numbers)[0].control.extras["conversations"].conversation[0] == told
     _, status = kv.policies.set_turns(cache, [1], [1])
     assert kv.Status(int(status[0])) == kv.Status.SEQ_NOT_ACTIVE
 

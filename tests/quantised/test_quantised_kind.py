@@ -415,6 +415,7 @@ def test_what_is_not_finite_is_nan_in_its_row_and_head_alone(name, bad):
         ),
         (lambda: kv.Quantised(FULL, "int3"), ValueError, "format is 'int3', expected one of 'int8', 'fp8', "),
         (lambda: kv.Quantised(FULL, None), ValueError, "format is None, expected one of 'int8'"),
+        (lambda: kv.Quantised(FULL, ['int8']), ValueError, r"format is \['int8'\], expected one of 'int8'"),
         (lambda: kv.Quantised(FORMATS[0], "int4"), TypeError, "kind is Quantised.*, expected a layer kind "),
         (lambda: kv.Quantised("int8", FULL), TypeError, "kind is 'int8', expected a layer kind that stores"),
         (
