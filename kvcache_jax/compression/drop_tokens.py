@@ -159,7 +159,7 @@ def _plan(
     context_len = get_at(control.context_len, seq_ids, 0)
     text_len = context_len + before.num_dropped
     first, end = before.start, before.end + before.num_dropped  # in the text
-    is_plain = first == end
+    is_plain = before.is_plain
     # A row has one run: `Holes` has no room for a second, so a new one must touch the old.
     is_apart = ~is_plain & ((start > end) | (start + length < first))
     # Kept tokens have no known position in the text, so no position among them can be dropped.

@@ -43,8 +43,8 @@ class Holes:
 
     @property
     def is_plain(self) -> jax.Array:
-        """bool[rows], the row dropped nothing."""
-        return (self.num_hidden == 0) & (self.num_dropped == 0)
+        """bool[rows], the row dropped nothing, in no layer group."""
+        return (self.num_hidden == 0) & (self.num_dropped == 0) & (self.num_kept == 0)
 
     @property
     def kept_until(self) -> jax.Array:

@@ -120,7 +120,7 @@ def _check_holes(cache: Cache) -> list[str]:
             violations.append(f"row {row} of {length} tokens has the impossible {hole}")
         if hole.num_kept > hole.start or max(firsts) > (hole.start if hole.num_kept else 0):
             violations.append(f"row {row} keeps {hole.num_kept} tokens, from {firsts} to {hole.start}")
-        if hole.num_kept and not hole.num_dropped:
+        if hole.num_kept and not hole.num_dropped and not any(firsts):
             violations.append(f"row {row} keeps {hole.num_kept} tokens and dropped none")
         if any(map(any, of_groups)) and not cache.control.is_active[row]:
             violations.append(f"row {row} is idle and let tokens go")

@@ -187,6 +187,26 @@ def fails(texts):
         assert_same(texts.cache, cache)
 
 
+def test_a_row_that_lost_tokens_in_one_group_alone_is_not_as_computed():
+    """One group keeps all 16 tokens, the other six of them: all have places, and not all are there."""
+    sizes = dict(num_blocks=24, block_size=4, max_seqs=2, max_seq_len=28)
+    extras = [kv.compression.Dropping(), kv.chunks.Store(2, 8)]
+    cache, _ = kv.allocate(kv.init(kv.CacheConfig([NARROW, WIDE], extras=extras, **sizes)), [0], [16])
+    cache, _ = kv.extend(cache, [16, 0], max_new=16)
+    cache, status = kv.compression.compress(cache, [0], np.zeros((1, 28), np.float32), [[6, 16]])
+    assert statuses(status) == [OK]
+    assert_invariants(cache)
+    stored = kv.chunks.store(cache, [0], [4], [8], [range(8)])[1]
+    assert statuses(stored.status) == statuses(kv.truncate(cache, [0], [9])[1]) == [BAD_LENGTH]
+    cache, _ = kv.extend(cache, [6, 0], max_new=6)
+    for start, expected in ((15, BAD_LENGTH), (17, BAD_LENGTH), (16, OK)):
+        dropped, status = kv.compression.drop(cache, [0], [start], [4])
+        assert statuses(status) == [expected]
+    assert_invariants(dropped)
+    cache, status = kv.truncate(dropped, [0], [0])
+    assert statuses(status) == [OK] and not np.asarray(cache.control.holes.first).any()
+
+
 @pytest.mark.slow
 def test_groups_of_layers_keep_as_many_as_their_budgets_say():
     """As PyramidKV has it: each group holds as many blocks as its own number asks for."""
