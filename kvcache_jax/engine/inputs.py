@@ -67,6 +67,7 @@ class Inputs:
             is_struct = not isinstance(kind, type) and hasattr(kind, "shape") and hasattr(kind, "dtype")
             shape, dtype = (tuple(kind.shape), kind.dtype) if is_struct else ((), kind)
             try:
+                dtype = object if dtype is None else dtype  # which numpy takes for float64
                 dtype = jax.dtypes.canonicalize_dtype(dtype)  # as the device has it: no value is cut there
             except TypeError:
                 dtype = np.dtype(object)

@@ -219,6 +219,11 @@ def test_stop_strings_end_a_request_before_them():
         (lambda: kv.engine.Inputs(["a"]), r"inputs is \['a'\], expected {name: dtype}"),  # type: ignore
         (lambda: kv.engine.Inputs({3: bool}), "inputs has the name 3, expected a str"),  # type: ignore
         (lambda: kv.engine.Inputs({"a": object}), r"inputs\['a'\] is <class 'object'>, expected a dtype"),
+        (lambda: kv.engine.Inputs({"a": None}), r"inputs\['a'\] is None, expected a dtype"),
+        (
+            lambda: kv.Engine(forward, make_params(), config(), inputs=np.zeros(2)),  # type: ignore
+            r"inputs is array\(\[0., 0.\]\), expected {name: dtype}, or kv.engine.Inputs",
+        ),
         (lambda: kv.engine.StopStrings(None, text_of), "texts is None, expected a list of"),  # type: ignore
         (lambda: kv.engine.StopStrings("ab", text_of), "texts is 'ab', expected a list of strings"),
         (lambda: kv.engine.StopStrings([""], text_of), r"texts is \[''\], expected a list of strings"),
