@@ -34,7 +34,7 @@ def generate(prompts=((1, 2), (3,)), sizes=None, **options):
         ),
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),
         ({"num_samples": 0}, "num_samples is 0, expected 1 <= num_samples"),
-        ({"num_samples": 2**70}, "expected 1 <= num_samples <= 2.*31 - 1"),
+        ({"num_samples": 2**70}, "expected 1 <= num_samples <= 2..31"),
         ({"max_new_tokens": 2.5}, "max_new_tokens is 2.5, expected an integer"),
         (
             {"prompts": [[1], [2]], "sampling": kv.decoding.SamplingParams(seed=[1])},
