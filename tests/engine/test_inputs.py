@@ -8,6 +8,7 @@ import pytest
 
 import kvcache_jax as kv
 from kvcache_jax.decoding.sampling import sampling_columns
+from kvcache_jax.engine.inputs import check_inputs
 from tests.engine.exact_engine import SIZES, TABLE, RandomPace, advance, ask, expect, make_engine_with_inputs
 from tests.engine.exact_model import (
     VOCAB,
@@ -283,6 +284,28 @@ def test_a_request_says_what_it_said_when_it_was_made():
 def test_an_input_is_of_the_dtype_that_the_device_has(kind):
     """So that a value which that one does not hold is refused, and not cut."""
     assert [*kv.engine.Inputs({"a": kind}).specs()] == [("a", (), "int32")]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "fits"),
+    [
+        ("uint32", 5, True),
+        ("uint32", 2**32, False),
+        ("uint32", -1, False),
+        ("int8", np.uint64(128), False),
+        ("float16", 1e6, False),
+        ("float32", np.inf, True),
+        ("bool", 1, False),
+    ],
+)
+def test_an_input_is_one_that_its_dtype_holds(dtype, value, fits):
+    specs, message = kv.engine.Inputs({"a": dtype}).specs(), ""
+    try:
+        check_inputs({"a": np.array(value)}, specs)
+    except ValueError as error:
+        message = str(error)
+    assert message.endswith("" if fits else f"expected values of {dtype}[], as the engine declares it")
+    assert fits == (message == "")
 
 
 def test_what_the_logits_do_not_reach_has_no_log_probability():
