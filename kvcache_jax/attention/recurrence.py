@@ -59,6 +59,9 @@ def recurrence(
             f"by attention(cache, {layer!r}, q, k, v, step)"
         )
     tokens = step.positions.shape
+    if not isinstance(new, Mapping) or not new:
+        found = "empty" if isinstance(new, Mapping) else f"a {type(new).__name__}"
+        raise ValueError(f"new is {found}, expected {{name: array}}, the inputs of {kind.recurrent.label}")
     for name, values in new.items():
         shape = getattr(values, "shape", None)
         if shape is None or shape[: len(tokens)] != tokens:

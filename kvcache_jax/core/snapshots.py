@@ -52,7 +52,7 @@ class Snapshots:
         for name in ("at_junctions", "at_prompt_end", "at_end"):
             object.__setattr__(self, name, static_flag(name, getattr(self, name)))
         check_positive_or_none(self, "every", "max_bytes")
-        if self.eviction not in EVICTIONS:
+        if not isinstance(self.eviction, str) or self.eviction not in EVICTIONS:
             raise ValueError(f"snapshots.eviction is {self.eviction!r}, expected one of {EVICTIONS}")
 
     def next_wanted(self, length: jax.Array, junction: jax.Array) -> jax.Array:

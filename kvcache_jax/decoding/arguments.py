@@ -17,6 +17,7 @@ from kvcache_jax.core.config import CacheConfig, require_config
 from kvcache_jax.core.token_arguments import host_tokens
 
 _NO_LIMIT = np.iinfo(np.int32).max
+_OBJECT = np.dtype(object)
 _PARTITION = (
     "params, static = eqx.partition(module, eqx.is_array), and a function that calls "
     "eqx.combine(params, static)(tokens, cache, step); see docs/guides/own_model.md"
@@ -61,10 +62,16 @@ def check_model(caller: str, forward: Any, config: Any, *values: Any) -> None:
         ) from None
     _check_signature(forward)
     for path, leaf in jax.tree_util.tree_leaves_with_path(values[0]):
-        if callable(leaf) or isinstance(leaf, str):
+        if callable(leaf) or not _is_numeric(leaf):
             place = jax.tree_util.keystr(path)
             raise TypeError(f"params{place} is {leaf!r}, expected arrays alone: {_PARTITION}")
     _warn_of_fresh(forward)
+
+
+def _is_numeric(leaf: Any) -> bool:
+    """Tests whether a compiled program takes it: a number, an array, or what is made one."""
+    is_array = getattr(leaf, "dtype", _OBJECT) != _OBJECT or hasattr(leaf, "__jax_array__")
+    return is_array or isinstance(leaf, bool | int | float | complex)
 
 
 def _check_signature(forward: Callable) -> None:

@@ -35,6 +35,9 @@ class PreparedForward:
       prepare: `params -> params`, outside of compiled programs. For example it takes layers out of a stack,
         from which every step would copy them. What is prepared already it returns as it is.
 
+    Raises:
+      TypeError: no function.
+
     Example:
       >>> import jax.numpy as jnp, kvcache_jax as kv
       >>> def forward(params, tokens, cache, step):
@@ -47,6 +50,11 @@ class PreparedForward:
 
     forward: Forward
     prepare: Callable[[Any], Any]
+
+    def __post_init__(self):
+        for name in ("forward", "prepare"):
+            if not callable(function := getattr(self, name)):
+                raise TypeError(f"{name} is {function!r}, expected a function")
 
     def __call__(
         self, params: Any, tokens: jax.Array, cache: Cache, step: Step, **more: Any

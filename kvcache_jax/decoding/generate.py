@@ -144,7 +144,10 @@ def generate(
     require_option("drafts", drafts, Drafts, or_none=True)
     require_option("watch", watch, Watch)
     requests = WaitingPrompts(
-        prompts.tokens, static_count("num_samples", num_samples), namespace, sampling.seed
+        prompts.tokens,
+        static_count("num_samples", num_samples, 1, 2**31 - 1, "2**31 - 1"),
+        namespace,
+        sampling.seed,
     )
     requests.namespaces = prompts.namespaces(requests.namespaces)
     max_new_tokens = static_count("max_new_tokens", max_new_tokens)

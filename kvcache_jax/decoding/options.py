@@ -21,7 +21,11 @@ def _one_number(name: str, value: Any) -> Any:
     """Refuses one value per row: the rows are the loop's own. Takes numbers out of arrays."""
     if isinstance(value, Tracer | str | bytes):
         return value
-    if shape := np.shape(value):
+    try:
+        shape = np.shape(value)
+    except ValueError:  # of lists that differ in length
+        raise ValueError(f"{name} is {value!r}, expected one number, for all prompts") from None
+    if shape:
         raise ValueError(f"{name} has shape {shape}, expected one number, for all prompts")
     return value.item() if isinstance(value, jax.Array | np.ndarray) else value
 

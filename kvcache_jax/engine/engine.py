@@ -139,7 +139,7 @@ class Engine:
         placement: Placement | None = None,
     ):
         check_model("Engine", forward, config, params)
-        inputs = inputs if isinstance(inputs, Inputs) else Inputs(inputs or {})
+        inputs = inputs if isinstance(inputs, Inputs) else Inputs({} if inputs is None else inputs)
         hooks: dict[str, Any] = {"process_logits": process_logits, "advance_inputs": inputs.advance}
         require_functions(**hooks)
         policies.find(policy)

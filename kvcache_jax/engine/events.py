@@ -51,7 +51,7 @@ class EngineFigures:
 
     Attributes:
       running: Rows with a request.
-      waiting: RequestArrays without a row, those included that the device has not heard of.
+      waiting: Requests without a row, those included that the device has not heard of.
       blocks_used: Referenced blocks, all groups.
       blocks_cached: Published blocks without owner.
       blocks_free: The others.

@@ -67,6 +67,7 @@ class Inputs:
             is_struct = not isinstance(kind, type) and hasattr(kind, "shape") and hasattr(kind, "dtype")
             shape, dtype = (tuple(kind.shape), kind.dtype) if is_struct else ((), kind)
             try:
+                dtype = object if dtype is None else dtype  # which numpy takes for float64
                 dtype = jax.dtypes.canonicalize_dtype(dtype)  # as the device has it: no value is cut there
             except TypeError:
                 dtype = np.dtype(object)
@@ -93,17 +94,25 @@ def check_inputs(inputs: Mapping[str, np.ndarray], specs: tuple[InputSpec, ...])
                 f"Engine(inputs={{{name!r}: dtype}})"
             )
         _, shape, dtype = declared[name]
-        is_kind = np.can_cast(value.dtype, dtype, "same_kind")
-        if (
-            value.shape != shape
-            or not is_kind
-            or (value.astype(dtype) != value).any()
-            and value.dtype.kind in "iu"
-        ):
+        if value.shape != shape or not _fits(value, dtype):
             raise ValueError(
                 f"a request has the input {name!r} of {value.dtype}{list(value.shape)}, expected values of "
                 f"{dtype}{list(shape)}, as the engine declares it"
             )
+
+
+def _fits(value: np.ndarray, dtype: str) -> bool:
+    """Tests whether a dtype holds values: floats up to rounding, integers to the last one."""
+    is_integer = value.dtype.kind in "iu"
+    # A Python integer is signed, also where it is for an unsigned dtype.
+    is_kind = is_integer and jnp.issubdtype(dtype, jnp.integer)
+    if not is_kind and not np.can_cast(value.dtype, dtype, "same_kind"):
+        return False
+    with np.errstate(over="ignore"):
+        stored = value.astype(dtype)
+    return (
+        not (stored != value).any() if is_integer else bool((np.isfinite(stored) | ~np.isfinite(value)).all())
+    )
 
 
 def inputs_of(columns: Mapping[str, jax.Array], slots: jax.Array) -> dict[str, jax.Array]:

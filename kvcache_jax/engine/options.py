@@ -43,7 +43,7 @@ class Limits:
     """Limits of the requests that an engine takes: the sizes of its table.
 
     Attributes:
-      max_requests: RequestArrays that wait or run, each sample counted. Default: 4 per row, at least 64.
+      max_requests: Requests that wait or run, each sample counted. Default: 4 per row, at least 64.
       max_tokens: Tokens of all of these, prompts and longest continuations. Default: as many as a quarter of
         `max_requests`, or all rows, have at most.
       max_stop_tokens: Stop tokens of one request.

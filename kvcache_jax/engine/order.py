@@ -1,4 +1,4 @@
-"""RequestArrays in the order of a policy."""
+"""Requests in the order of a policy."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""RequestArrays: one as its caller writes it, and the table of all requests on the device.
+"""Requests: one as its caller writes it, and the table of all requests on the device.
 
 The table has a fixed number of slots. A request has the same slot from the time it is pushed until the host
 has read that it ended; then the slot is another's, so 10,000 requests go through a table of 64. Its tokens

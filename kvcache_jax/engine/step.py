@@ -2,11 +2,12 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from kvcache_jax.arrays.masked_updates import add_at, first_true, get_at, read_first, run_if, set_at
@@ -87,15 +88,17 @@ class Model:
         """Advances the inputs of requests `slots` i32[n] by a token each; R for none."""
         if self.advance_inputs is None:
             return state
-        columns = state.requests.inputs
+        columns, given = state.requests.inputs, inputs_of(state.requests.inputs, slots)
         more = {"params": params} if asks_for(self.advance_inputs, "params") else {}
-        changed = dict(self.advance_inputs(inputs_of(columns, slots), tokens, **more))
+        changed = self.advance_inputs(dict(given), tokens, **more)
+        if not isinstance(changed, Mapping):
+            raise TypeError(f"advance_inputs returned {changed!r}, expected {{name: array}} of what changed")
         for name, value in changed.items():
-            if name not in columns or value.shape[1:] != columns[name].shape[1:]:
-                shape = getattr(value, "shape", value)
+            if name not in given or not _is_like(value, given[name]):
+                found = f"{value.dtype}{list(value.shape)}" if hasattr(value, "dtype") else repr(value)
                 raise TypeError(
-                    f"advance_inputs returned {name!r} of {shape}, expected inputs that it was given, "
-                    f"[n, ...]: { ({n: x.shape[1:] for n, x in columns.items()}) }"
+                    f"advance_inputs returned {name!r} of {found}, expected inputs that it was given: "
+                    f"{ ({n: f'{x.dtype}{list(x.shape)}' for n, x in given.items()}) }"
                 )
         inputs = columns | {name: set_at(columns[name], slots, value) for name, value in changed.items()}
         return dataclasses.replace(state, requests=dataclasses.replace(state.requests, inputs=inputs))
@@ -118,6 +121,12 @@ class Model:
         small = dataclasses.replace(state, cache=dataclasses.replace(state.cache, pools=(), kept=None))
         small = lax.fori_loop(0, jnp.max(num_generated), advance, small)
         return dataclasses.replace(state, requests=small.requests)
+
+
+def _is_like(value: Any, other: jax.Array) -> bool:
+    """Tests whether a value can take the place of an array: its shape, and a dtype of its kind."""
+    is_kind = hasattr(value, "dtype") and np.can_cast(value.dtype, other.dtype, "same_kind")
+    return is_kind and value.shape == other.shape
 
 
 def reserve_prompts(state: EngineState, plan: PromptPieces) -> tuple[EngineState, Step]:

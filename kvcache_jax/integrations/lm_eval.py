@@ -76,7 +76,7 @@ class Model(TemplateLM):
         super().__init__()
         for name in ("batch_size", "max_batch_size", "device"):
             arguments.pop(name, None)
-        if isinstance(model, str) and ":" not in model:
+        if not callable(model) and not (isinstance(model, str) and ":" in model):
             raise ValueError(f"model is {model!r}, expected module:function, such as my_model:load")
         load: Any = pkgutil.resolve_name(model) if isinstance(model, str) else model
         self._forward, self._params, self._config, self._tokenizer = load(**arguments)
@@ -158,6 +158,10 @@ class Model(TemplateLM):
         """Continues each text until one of its stop strings, a stop token or its most tokens.
 
         Answers that are drawn, by `do_sample`, have their request's number as their seed.
+
+        Raises:
+          ValueError: options that are unknown, or a prompt and an answer that the cache has no room for.
+          FloatingPointError: logits are no numbers.
         """
         asked = [self._generation(i, *request.args) for i, request in enumerate(requests)]
         waiting = sorted(asked, key=lambda request: tuple(request.prompt))
@@ -176,13 +180,21 @@ class Model(TemplateLM):
                     texts[i] += event.text or ""
                     if reason is None:
                         continue
+                    if reason == "refused":
+                        raise ValueError(
+                            f"request {i} has a prompt of {len(asked[i].prompt)} tokens and an answer of "
+                            f"{asked[i].max_new_tokens}, expected as many as the cache has blocks for: raise "
+                            "num_blocks, or lower max_gen_toks by --gen_kwargs"
+                        )
                     if reason not in ("stop", "length"):
                         raise FloatingPointError(
                             f"request {i} ended by {reason!r}, expected an answer: look for a weight that is "
                             "not finite"
                         )
-                    if asked[i].stop_strings is None:
-                        texts[i] = self._tokenizer.decode(tokens[i])
+                    # A stop token is not part of the answer, though the tokenizer may have a text for it.
+                    is_stop = bool(tokens[i]) and tokens[i][-1] in self._tokenizer.stop_tokens
+                    if is_stop or asked[i].stop_strings is None:
+                        texts[i] = self._tokenizer.decode(tokens[i][: len(tokens[i]) - is_stop])
                     self.num_cached_tokens += event.num_cached_tokens or 0
                     self.cache_hook.add_partial("generate_until", requests[i].args, texts[i])
                     progress.update()

@@ -143,7 +143,7 @@ class Rollout(BaseRollout):
         """Samples an answer to each prompt; equal prompts are one request with several samples.
 
         Raises:
-          ValueError: a prompt and its answer are longer than a row.
+          ValueError: a prompt and its answer are longer than a row, or need more blocks than there are.
           FloatingPointError: logits are no numbers.
         """
         ids = [self._encode(prompt) for prompt in prompts]
@@ -203,7 +203,7 @@ class Rollout(BaseRollout):
         engine: Engine, waiting: list[GenerationRequest], places: list[list[int]]
     ) -> tuple[list[list[int]], list[list[float]]]:
         """Collects tokens and log-probabilities; `places` are of each request's samples."""
-        num = sum(map(len, places))
+        num, prompts = sum(map(len, places)), [request.prompt for request in waiting]
         tokens: list[list[int]] = [[] for _ in range(num)]
         logprobs: list[list[float]] = [[] for _ in range(num)]
         while waiting or engine.num_unfinished:
@@ -214,6 +214,11 @@ class Rollout(BaseRollout):
                 i = places[number][event.sample_id]
                 tokens[i] += event.tokens
                 logprobs[i] += event.logprobs
+                if event.finish_reason == "refused":
+                    raise ValueError(
+                        f"a prompt of {len(prompts[number])} tokens and its answer need more blocks than the "
+                        "cache has: give cache_config a larger num_blocks"
+                    )
                 if event.finish_reason not in (None, "stop", "length"):
                     raise FloatingPointError(
                         f"an answer ended by {event.finish_reason!r}, expected numbers to draw tokens by: "

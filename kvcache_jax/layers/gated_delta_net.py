@@ -67,7 +67,7 @@ class GatedDeltaNet(Recurrent):
                 f"num_key_heads is {self.num_key_heads}, expected a divisor of num_kv_heads = "
                 f"{self.num_kv_heads}"
             )
-        if self.decay not in ("head", "channel"):
+        if not isinstance(self.decay, str) or self.decay not in ("head", "channel"):
             raise ValueError(f"decay is {self.decay!r}, expected 'head' or 'channel'")
 
     @property

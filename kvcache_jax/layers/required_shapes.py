@@ -1,4 +1,4 @@
-"""The check that arrays came by their names and in their shapes."""
+"""The check that arrays came by their names, in their shapes, and are floats."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -14,7 +14,7 @@ def require_shapes(
     first_axis: int = 0,
     optional: Collection[str] = (),
 ) -> None:
-    """Refuses arrays that are missing, have a name too many, or have another shape.
+    """Refuses arrays that are missing, have a name too many, have another shape, or are no floats.
 
     Args:
       what: Name of `given`, for the error.
@@ -25,9 +25,12 @@ def require_shapes(
     """
     shapes = given
     if isinstance(given, Mapping):
-        shapes = {name: jnp.shape(x)[first_axis:] for name, x in given.items()}
+        shapes = {name: getattr(x, "shape", ())[first_axis:] for name, x in given.items()}
         is_optional = {*optional} - {*shapes}
         if shapes == {name: shape for name, shape in expected.items() if name not in is_optional}:
+            dtypes = {name: x.dtype.name for name, x in given.items()}
+            if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes.values()):
+                raise TypeError(f"{what} are {dtypes}, expected floats")
             return
     left_out = "".join(f"; {name!r} may be left out" for name in optional)
     raise ValueError(f"{what} are {shapes}, expected {dict(expected)}{left_out}")

@@ -361,6 +361,10 @@ class CacheManager(Queries):
           OutOfSync: A step function started a row that would be among them; changed nothing.
           ValueError, TypeError: As the operation's.
         """
+        if not callable(operation):
+            raise TypeError(
+                f"operation is {operation!r}, expected a function (cache, target) -> (cache, rows)"
+            )
         options = {} if policy is None else {"policy": policy}
         with self._holder.turn("preempt_to_utilization"):
             cache, rows = self._holder.on_control(functools.partial(operation, target=target, **options))

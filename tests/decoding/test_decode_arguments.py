@@ -33,7 +33,8 @@ def generate(prompts=((1, 2), (3,)), sizes=None, **options):
             "needs 8 blocks, expected at most num_blocks = 7",
         ),
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),
-        ({"num_samples": 0}, "num_samples is 0, expected at least 1"),
+        ({"num_samples": 0}, "num_samples is 0, expected 1 <= num_samples"),
+        ({"num_samples": 2**70}, "expected 1 <= num_samples <= 2..31"),
         ({"max_new_tokens": 2.5}, "max_new_tokens is 2.5, expected an integer"),
         (
             {"prompts": [[1], [2]], "sampling": kv.decoding.SamplingParams(seed=[1])},
@@ -86,6 +87,11 @@ def test_bad_input_is_refused(options, message):
             dict(top_k=10**30),
             "top_k is 1000000000000000000000000000000, expected 0",
         ),
+        (
+            kv.decoding.SamplingParams,
+            dict(min_p=[[1], [2, 3]]),
+            r"min_p is \[\[1\], \[2, 3\]\], expected one number",
+        ),
         (kv.decoding.SamplingParams, dict(top_k=2.0), "top_k is 2.0, expected an integer"),
         (kv.decoding.SamplingParams, dict(top_p=0), "top_p is 0.0, expected above 0, at most 1"),
         (kv.decoding.SamplingParams, dict(min_p=1.5), r"min_p is 1.5, expected in \[0, 1\]"),
@@ -111,6 +117,11 @@ def test_bad_input_is_refused(options, message):
             "texts is None, expected a list of texts",
         ),
         (kv.decoding.StopStrings, dict(texts=["a"], detokenize=5), "detokenize is 5, expected a function"),
+        (
+            kv.decoding.PreparedForward,
+            dict(forward=forward, prepare=None),
+            "prepare is None, expected a function",
+        ),
         (kv.decoding.Watch, dict(check_in_every=-1), "check_in_every is -1, expected at least 1"),
         (kv.decoding.Watch, dict(check_in_every=0), "check_in_every is 0, expected at least 1"),
         (kv.decoding.Watch, dict(on_tokens=5), "on_tokens is 5, expected a function, or None"),
@@ -349,6 +360,13 @@ def test_a_module_is_told_to_part_with_its_arrays():
     for call in host_loops(call_module).values():
         with pytest.raises(TypeError, match=f"^params.activation is <.*, expected arrays alone: {part}"):
             call(module)
+
+
+@pytest.mark.parametrize("leaf", ["text", b"text", {1}, np.array([None])], ids=repr)
+def test_what_is_no_array_is_no_parameter(leaf):
+    for call in host_loops(forward).values():
+        with pytest.raises(TypeError, match=r"^params\['more'\] is .*, expected arrays alone: "):
+            call(PARAMS | {"more": leaf})
 
 
 def test_a_function_made_for_each_call_is_warned_of_once():

@@ -8,6 +8,7 @@ import pytest
 
 import kvcache_jax as kv
 from kvcache_jax.decoding.sampling import sampling_columns
+from kvcache_jax.engine.inputs import check_inputs
 from tests.engine.exact_engine import SIZES, TABLE, RandomPace, advance, ask, expect, make_engine_with_inputs
 from tests.engine.exact_model import (
     VOCAB,
@@ -219,6 +220,11 @@ def test_stop_strings_end_a_request_before_them():
         (lambda: kv.engine.Inputs(["a"]), r"inputs is \['a'\], expected {name: dtype}"),  # type: ignore
         (lambda: kv.engine.Inputs({3: bool}), "inputs has the name 3, expected a str"),  # type: ignore
         (lambda: kv.engine.Inputs({"a": object}), r"inputs\['a'\] is <class 'object'>, expected a dtype"),
+        (lambda: kv.engine.Inputs({"a": None}), r"inputs\['a'\] is None, expected a dtype"),
+        (
+            lambda: kv.Engine(forward, make_params(), config(), inputs=np.zeros(2)),  # type: ignore
+            r"inputs is array\(\[0., 0.\]\), expected {name: dtype}, or kv.engine.Inputs",
+        ),
         (lambda: kv.engine.StopStrings(None, text_of), "texts is None, expected a list of"),  # type: ignore
         (lambda: kv.engine.StopStrings("ab", text_of), "texts is 'ab', expected a list of strings"),
         (lambda: kv.engine.StopStrings([""], text_of), r"texts is \[''\], expected a list of strings"),
@@ -278,6 +284,28 @@ def test_a_request_says_what_it_said_when_it_was_made():
 def test_an_input_is_of_the_dtype_that_the_device_has(kind):
     """So that a value which that one does not hold is refused, and not cut."""
     assert [*kv.engine.Inputs({"a": kind}).specs()] == [("a", (), "int32")]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "fits"),
+    [
+        ("uint32", 5, True),
+        ("uint32", 2**32, False),
+        ("uint32", -1, False),
+        ("int8", np.uint64(128), False),
+        ("float16", 1e6, False),
+        ("float32", np.inf, True),
+        ("bool", 1, False),
+    ],
+)
+def test_an_input_is_one_that_its_dtype_holds(dtype, value, fits):
+    specs, message = kv.engine.Inputs({"a": dtype}).specs(), ""
+    try:
+        check_inputs({"a": np.array(value)}, specs)
+    except ValueError as error:
+        message = str(error)
+    assert message.endswith("" if fits else f"expected values of {dtype}[], as the engine declares it")
+    assert fits == (message == "")
 
 
 def test_what_the_logits_do_not_reach_has_no_log_probability():

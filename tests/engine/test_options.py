@@ -176,6 +176,23 @@ def test_a_hook_that_returns_something_else_is_named(process, found):
     assert engine.num_unfinished == 1
 
 
+@pytest.mark.parametrize(
+    ("changed", "found"),
+    [
+        (lambda tokens: None, "None, expected {name: array} of what changed"),
+        (lambda tokens: {"a": 1}, "'a' of 1, expected inputs that it was given: .*int32"),
+        (lambda tokens: {"a": tokens[:1]}, r"'a' of int32\[1\], expected inputs"),
+        (lambda tokens: {"a": tokens.astype(jnp.float32)}, r"'a' of float32\[\d+\], expected inputs"),
+        (lambda tokens: {"b": tokens}, r"'b' of int32\[\d+\], expected inputs"),
+    ],
+)
+def test_inputs_that_come_back_as_something_else_are_named(changed, found):
+    engine = make_engine(inputs=kv.engine.Inputs({"a": int}, lambda inputs, tokens: changed(tokens)))
+    engine.push([ask([1], 1)])
+    with pytest.raises(TypeError, match=f"advance_inputs returned {found}"):
+        engine.drain()
+
+
 def test_no_more_tokens_are_reported_than_there_are():
     engine = make_engine(num_top_logprobs=VOCAB + 1)
     engine.push([ask([1], 1)])

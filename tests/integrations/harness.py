@@ -160,6 +160,42 @@ def check_calls(prefix_caching: bool) -> list:
     return [[round(logprob, 2) for logprob, _ in found], [is_greedy for _, is_greedy in found], answers]
 
 
+class Digits:
+    """A tokenizer that has a text for its stop token too."""
+
+    stop_tokens = (5,)
+
+    def encode(self, text):
+        return [*map(int, text)]
+
+    def decode(self, ids):
+        return "".join(map(str, ids))
+
+
+def count_up(params, tokens, cache, step):
+    k = jnp.zeros((*tokens.shape, 1, 8))
+    cache, _ = kv.attention(cache, 0, k, k, k, step)
+    return 9.0 * jax.nn.one_hot(tokens + 1, 8), cache
+
+
+def check_ends() -> None:
+    """Answers end before a stop token; those that the cache has no blocks for, and no model, are named."""
+    config = kv.CacheConfig([kv.FullAttention(1, 8)], num_blocks=2, block_size=4, max_seqs=2, max_seq_len=32)
+    model = Model(lambda: (count_up, {}, config, Digits()), max_gen_toks=4)
+    asked = [("02", {}), ("1", {"until": ["9"]}), ("0", {"until": ["3"]}), ("0", {"max_gen_toks": 2})]
+    assert model.generate_until(requests("generate_until", asked)) == ["34", "234", "12", "12"]
+    for call, message in (
+        (lambda: model.generate_until(requests("generate_until", [("012340", {})])), "raise num_blocks"),
+        (lambda: Model(5), "model is 5, expected module:function"),
+    ):
+        try:
+            call()
+        except ValueError as error:
+            assert message in str(error), error
+        else:
+            raise AssertionError(message)
+
+
 def write_tasks(folder: pathlib.Path) -> None:
     documents = [{"text": text, "gold": i % 3, "long": LONG[i * 30 :]} for i, text in enumerate(BODIES * 2)]
     for i, each in enumerate(documents):  # two of three have the right answer
@@ -219,6 +255,7 @@ def main() -> int:
         # The command, and each second engine, find their programs compiled.
         os.environ["JAX_COMPILATION_CACHE_DIR"] = f"{folder}/programs"
         jax.config.update("jax_compilation_cache_dir", f"{folder}/programs")
+        check_ends()
         shared, alone = (check_calls(prefix_caching) for prefix_caching in (True, False))
         assert shared[1:] == alone[1:]
         write_tasks(pathlib.Path(folder))

@@ -138,6 +138,14 @@ def check_own_forward() -> None:
         assert "expected at most max_seq_len + 1 = 65" in str(refused), refused
     else:
         raise SystemExit("got an answer that is longer than a row")
+    small = dataclasses.replace(sizes, num_blocks=1, block_size=16)
+    rollout = Rollout(model, tokenizer, None, greedy, forward=forward, cache_config=small)
+    try:
+        rollout.generate(["a" * 20], greedy)
+    except ValueError as refused:
+        assert "a prompt of 21 tokens and its answer need more blocks" in str(refused), refused
+    else:
+        raise SystemExit("got an answer that the cache has no blocks for")
     for wrong, named in (
         ({"forward": forward}, "expected both, or neither"),
         (

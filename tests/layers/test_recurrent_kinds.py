@@ -289,6 +289,27 @@ def test_arrays_that_do_not_fit_are_refused(name, new, weights, message):
         case.kind.advance(*start_of_row(case.kind, BLOCK), jnp.int32(0), new, weights)
 
 
+@pytest.mark.parametrize("dtype", [np.int32, np.complex64])
+@pytest.mark.parametrize("name", ["mamba-2", "rg-lru"])
+def test_inputs_and_weights_that_are_no_floats_are_refused(name, dtype):
+    """Outputs would be whole numbers, or lack what is imaginary."""
+    case = CASES[name]
+    new = {key: np.ones((2, *shape), np.float32) for key, shape in case.inputs.items()}
+    weights = {key: np.ones(shape, np.float32) for key, shape in case.weights.items()}
+    found = f"{dtype.__name__}.*, expected floats"
+
+    def advance(new, weights):
+        case.kind.advance(*start_of_row(case.kind, BLOCK), jnp.int32(0), new, weights or None)
+
+    with pytest.raises(TypeError, match=f"new inputs of .* per token are .*'x': '{found}"):
+        advance(new | {"x": new["x"].astype(dtype)}, weights)
+    if weights:
+        with pytest.raises(TypeError, match=f"weights of Mamba2 are .*'A': '{found}"):
+            advance(new, weights | {"A": weights["A"].astype(dtype)})
+        with pytest.raises(ValueError, match=r"weights of Mamba2 are .*'A': \(\), .*expected"):
+            advance(new, weights | {"A": [[1.0]]})
+
+
 PIECES = 9, 3, 3, 3, 2, 11, 3
 """Tokens by which every row goes on in each step."""
 

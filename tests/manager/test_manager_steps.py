@@ -310,6 +310,8 @@ def test_what_cannot_be_run_or_asked_is_named():
             manager.run(step_fn)
     with pytest.raises(TypeError, match="question is None, expected a function of the cache"):
         manager.query(None)
+    with pytest.raises(TypeError, match="operation is 3, expected a function"):
+        manager.preempt_to_utilization(0.5, operation=3)
     with pytest.raises(TypeError, match="widths is 4, expected a list"):
         kv.CacheManager(CONFIG, widths=4)
     for call in (

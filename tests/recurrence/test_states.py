@@ -281,6 +281,8 @@ def _plain_step(cache, num_new, tokens):
         (lambda: HashState(1, 1, max_rollback=-1), "max_rollback is -1"),
         (lambda: kv.Snapshots(every=0), "every is 0"),
         (lambda: kv.Snapshots(eviction="lru"), "snapshots.eviction is 'lru', expected one of"),
+        (lambda: kv.Snapshots(eviction=np.ones(2)), "snapshots.eviction is array.*, expected one of"),  # type: ignore
+        (lambda: kv.GatedDeltaNet(1, 1, key_dim=1, decay=np.ones(2)), "decay is array.*, expected 'head'"),  # type: ignore
         (lambda: config_of_states(snapshots=8), "snapshots is 8, expected kvcache_jax.Snapshots"),
         (lambda: config_of_states(snapshots=kv.Snapshots(every=12)), "every is 12, expected a multiple of 8"),
         (
@@ -313,6 +315,9 @@ def test_calls_that_do_not_fit_are_refused():
             kv.recurrence(cache, 0, {"token": tokens}, step)
         with pytest.raises(ValueError, match=r"token has shape \(6, 3\), expected \(6, 4, '...'\)"):
             kv.recurrence(cache, 1, {"token": tokens[:, :3]}, step)
+        for new, found in ((tokens, "a ndarray"), ({}, "empty")):
+            with pytest.raises(ValueError, match=f"new is {found}, expected .name: array., the inputs of H"):
+                kv.recurrence(cache, 1, new, step)
         with pytest.raises(NotImplementedError, match="rewrite and layers"):
             kv.rewrite(cache, [0], [[1]])
         with pytest.raises(NotImplementedError, match="drop and layers.1. is HashState, expected layers of"):
