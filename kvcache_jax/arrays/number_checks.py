@@ -1,4 +1,4 @@
-"""Checks of numbers that are known before anything is traced. Imports nothing of the package."""
+"""Checks of numbers and lists that are known before anything is traced. Imports nothing of the package."""
 
 import math
 import operator
@@ -44,3 +44,11 @@ def static_flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"{name} is {value!r}, expected True or False")
     return bool(value)
+
+
+def as_list(name: str, values: Any, what: str) -> list:
+    """Lists values that a caller may iterate over once."""
+    try:
+        return list(values)
+    except TypeError:
+        raise TypeError(f"{name} is {values!r}, expected a list of {what}") from None

@@ -149,7 +149,7 @@ def _attend(
         )
     (group_id, layer, pool), config = place, cache.config
     group, plan = config.groups[group_id], step.plans[group_id]
-    weights = jax.tree.map(jnp.asarray, weights)
+    weights = arguments.jax_arrays("weights", weights)
     stored = storage.keys_values_shapes(pool, group, weights)
     num_kv_heads, _, key_dim = stored.k.shape
     arguments.require_floats("q", q)

@@ -84,7 +84,7 @@ def attention_scores(
     require_whole("attention_scores", pool, group)
     if step.cu_query_lens is not None:
         raise ValueError("attention_scores got a packed step, expected a padded one: extend(max_new=...)")
-    weights = jax.tree.map(jnp.asarray, weights)
+    weights = arguments.jax_arrays("weights", weights)
     num_kv_heads, _, key_dim = keys_values_shapes(pool, group, weights).k.shape
     arguments.require_floats("q", q)
     arguments.check_queries(q, step, num_kv_heads, key_dim)

@@ -7,13 +7,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from kvcache_jax.arrays.number_checks import as_integer, finite_number, static_count
+from kvcache_jax.arrays.number_checks import as_integer, as_list, finite_number, static_count
 from kvcache_jax.blocks.key_rotation import Rotate
 from kvcache_jax.chunks.chunk_selector import selectors
 from kvcache_jax.chunks.chunk_store import require_store
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import Cache, Step
-from kvcache_jax.decoding.arguments import as_list
 from kvcache_jax.decoding.prefill import one_call_len
 from kvcache_jax.decoding.prompts import PromptCall
 from kvcache_jax.layers.span import ceil_div

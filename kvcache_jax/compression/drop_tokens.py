@@ -100,7 +100,7 @@ def drop(
     seq_ids = arguments.int_column("seq_ids", seq_ids)
     start = arguments.int_column("start", start, seq_ids.shape[0])
     length = arguments.int_column("length", length, seq_ids.shape[0])
-    if positions not in (TEXT, CACHE):
+    if not isinstance(positions, str) or positions not in (TEXT, CACHE):
         raise ValueError(f'positions is {positions!r}, expected "text" or "cache"')
     if positions == TEXT:
         if rotate is not None:

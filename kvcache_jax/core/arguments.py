@@ -112,6 +112,8 @@ def owned(arrays: Any) -> Any:
 def as_array(name: str, values: Any) -> Array:
     """Passes jax arrays through and copies the host's values into numpy; a list may hold traced numbers."""
     if isinstance(values, jax.Array):
+        if not isinstance(values.dtype, np.dtype):
+            raise TypeError(f"{name} has dtype {values.dtype}, expected numbers: keys of jax.random are none")
         return values
     try:
         return np.array(values)
@@ -125,6 +127,18 @@ def as_array(name: str, values: Any) -> Array:
         raise TypeError(
             f"{name} is no array ({error}), expected numbers of 32 bits in rows of one length"
         ) from None
+
+
+def jax_arrays(name: str, tree: Any) -> Any:
+    """Converts the leaves of a pytree to jax arrays; refuses what is none."""
+
+    def converted(leaf: Any) -> jax.Array:
+        try:
+            return jnp.asarray(leaf)
+        except (ValueError, TypeError, OverflowError) as error:
+            raise TypeError(f"{name} has {leaf!r} ({error}), expected arrays of numbers") from None
+
+    return jax.tree.map(converted, tree)
 
 
 def integers(name: str, values: Any) -> Array:
@@ -442,9 +456,10 @@ def check_options(scale: Any, soft_cap: Any, sink_logits: Array | None, num_q_he
             raise TypeError(f"{name} is traced, expected a Python number; multiply q by it instead")
         if value is None:
             continue
-        if np.ndim(value) or not jnp.isdtype(np.asarray(value).dtype, ("real floating", "integral")):
+        number = np.asarray(as_array(name, value))
+        if number.ndim or not jnp.isdtype(number.dtype, ("real floating", "integral")):
             raise TypeError(f"{name} is {value!r}, expected a Python number or None")
-        finite_number(name, np.asarray(value)[()])
+        finite_number(name, number[()])
     if soft_cap is not None and not soft_cap > 0:
         raise ValueError(f"soft_cap is {soft_cap}, expected a positive number or None")
     if sink_logits is None:

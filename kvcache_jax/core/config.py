@@ -4,12 +4,12 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
-from kvcache_jax.arrays.number_checks import static_flag
+from kvcache_jax.arrays.number_checks import as_list, static_flag
 from kvcache_jax.arrays.pytree import FORMAT_VERSION, require_format
 from kvcache_jax.core.backends import require_name
 from kvcache_jax.core.context_axis import check_context_axis
@@ -135,12 +135,10 @@ class CacheConfig:
     def __post_init__(self):
         if isinstance(self.layers, LayerKind):
             raise TypeError(
-                f"layers is one {self.layers!r}, expected a sequence with one entry per model layer: "
-                "write [kind] * num_layers"
+                f"layers is one {self.layers!r}, expected one per model layer: write [kind] * num_layers"
             )
-        if not isinstance(self.layers, Iterable):
-            raise TypeError(f"layers is {self.layers!r}, expected a sequence with one entry per model layer")
-        object.__setattr__(self, "layers", tuple(self.layers))
+        layers = as_list("layers", self.layers, "layer kinds, one per model layer")
+        object.__setattr__(self, "layers", tuple(layers))
         if not self.layers:
             raise ValueError("layers is empty, expected one entry per model layer")
         for i, kind in enumerate(self.layers):

@@ -60,6 +60,8 @@ class InBatches:
     batch_size: int
 
     def __post_init__(self):
+        if not isinstance(self.policy, str):
+            raise ValueError(f"eviction_policy is {self.policy!r}, expected the name of a policy")
         check_positive(self, "batch_size")
 
 

@@ -85,7 +85,10 @@ def raise_for_status(status: ArrayLike, operation: str = "the operation") -> Non
       >>> import kvcache_jax as kv
       >>> kv.raise_for_status([kv.Status.OK, kv.Status.SKIPPED], "fork")
     """
-    statuses = np.atleast_1d(np.asarray(status))
+    try:
+        statuses = np.atleast_1d(np.asarray(status))
+    except (TypeError, ValueError) as error:  # rows of several lengths, and keys of jax.random
+        raise TypeError(f"status is no array ({error}), expected what an operation returned") from None
     if not np.issubdtype(statuses.dtype, np.integer):
         raise TypeError(
             f"status is a {type(status).__name__}, expected the integers that an operation returned, such as "

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from kvcache_jax.arrays.number_checks import static_count
+from kvcache_jax.arrays.number_checks import as_list, static_count
 from kvcache_jax.core.config import CacheConfig, require_config
 from kvcache_jax.core.token_arguments import host_tokens
 
@@ -113,14 +113,6 @@ def require_functions(**fns: Any) -> None:
     for name, fn in fns.items():
         if fn is not None and not callable(fn):
             raise TypeError(f"{name} is {fn!r}, expected a function, or None")
-
-
-def as_list(name: str, values: Any, what: str) -> list:
-    """Lists values that a caller may iterate over once."""
-    try:
-        return list(values)
-    except TypeError:
-        raise TypeError(f"{name} is {values!r}, expected a list of {what}") from None
 
 
 def model_tokens(name: str, values: Any, least: int = 0) -> np.ndarray:

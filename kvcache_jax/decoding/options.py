@@ -8,9 +8,10 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from kvcache_jax.arrays.number_checks import finite_number, static_count
+from kvcache_jax.arrays.number_checks import as_list, finite_number, static_count
+from kvcache_jax.core.arguments import as_array
 from kvcache_jax.core.config import CacheConfig
-from kvcache_jax.decoding.arguments import as_list, require_functions
+from kvcache_jax.decoding.arguments import require_functions
 from kvcache_jax.decoding.forward import Forward
 
 _NO_LIMIT = np.iinfo(np.int32).max
@@ -27,7 +28,7 @@ def _one_number(name: str, value: Any) -> Any:
         raise ValueError(f"{name} is {value!r}, expected one number, for all prompts") from None
     if shape:
         raise ValueError(f"{name} has shape {shape}, expected one number, for all prompts")
-    return value.item() if isinstance(value, jax.Array | np.ndarray) else value
+    return as_array(name, value).item() if isinstance(value, jax.Array | np.ndarray) else value
 
 
 def _checked_seed(seed: Any) -> int | tuple[int, ...]:

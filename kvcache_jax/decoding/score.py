@@ -8,11 +8,12 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike
 
+from kvcache_jax.arrays.number_checks import as_list
 from kvcache_jax.core.arguments import namespace_words
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import Admission, Cache
 from kvcache_jax.core.status import Status, raise_for_status
-from kvcache_jax.decoding.arguments import as_list, check_model, model_tokens, usable_prefill_len
+from kvcache_jax.decoding.arguments import check_model, model_tokens, usable_prefill_len
 from kvcache_jax.decoding.forward import Forward, prepared
 from kvcache_jax.decoding.host import idle_cache
 from kvcache_jax.decoding.prefill import feed, prefill

@@ -17,11 +17,11 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike
 
-from kvcache_jax.arrays.number_checks import static_count, static_flag
+from kvcache_jax.arrays.number_checks import as_list, static_count, static_flag
 from kvcache_jax.core.arguments import hashable_id
 from kvcache_jax.core.attachment import Attachment
 from kvcache_jax.core.config import CacheConfig
-from kvcache_jax.decoding.arguments import as_list, check_model, require_functions
+from kvcache_jax.decoding.arguments import check_model, require_functions
 from kvcache_jax.decoding.forward import Forward, prepared
 from kvcache_jax.decoding.options import require_option
 from kvcache_jax.engine.alarm import alarm

@@ -19,12 +19,11 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike
 
-from kvcache_jax.arrays.number_checks import finite_number, static_count, static_flag
+from kvcache_jax.arrays.number_checks import as_list, finite_number, static_count, static_flag
 from kvcache_jax.arrays.pytree import pytree_dataclass
 from kvcache_jax.core.arguments import hashable_id, namespace_words, one_priority
 from kvcache_jax.core.extras import MOST_TICKS, Turn, ticks_of
 from kvcache_jax.core.token_arguments import host_tokens
-from kvcache_jax.decoding.arguments import as_list
 from kvcache_jax.decoding.options import GREEDY, SamplingParams, require_option
 from kvcache_jax.decoding.prompt_parts import NO_PARTS, PromptParts
 from kvcache_jax.decoding.sampling import SamplingColumns

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from kvcache_jax.decoding.arguments import as_list
+from kvcache_jax.arrays.number_checks import as_list
 
 _INCOMPLETE = "\ufffd"
 _MOST_INCOMPLETE = 3

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kvcache_jax.arrays.number_checks import as_integer, static_count
+from kvcache_jax.arrays.number_checks import as_integer, static_count, static_flag
 from kvcache_jax.core.state import Cache
 from kvcache_jax.inspect.block_view import (
     GLYPHS,
@@ -68,7 +68,7 @@ def block_map(cache: Cache, *, group: int | None = None, color: bool = False, wi
         row 2  16 tokens  [ 3*2 ]
       0 owned by row 0   ~0 reserved by row 0   #2 shared by 2 rows   5*2 block 5, shared   . free
     """
-    width = static_count("width", width)
+    width, color = static_count("width", width), static_flag("color", color)
     views = group_views(cache, "block_map", group)
 
     def paint(text: str, style: str) -> str:
@@ -219,7 +219,7 @@ def draw_block_map(cache: Cache, ax: Any = None, group: int = 0) -> Any:
       TypeError, ValueError: as `block_map`.
     """
     try:
-        from matplotlib import patches, pyplot, transforms
+        from matplotlib import axes, patches, pyplot, transforms
     except ImportError as error:
         raise ImportError(
             "draw_block_map needs matplotlib, of the extra `pictures`: pip install 'kvcache_jax[pictures]'"
@@ -232,6 +232,8 @@ def draw_block_map(cache: Cache, ax: Any = None, group: int = 0) -> Any:
     if ax is None:
         size = (max(7, 0.3 * num_columns + 1), 0.3 * num_lines + 1.2)
         _, ax = pyplot.subplots(figsize=size, layout="constrained")
+    elif not isinstance(ax, axes.Axes):
+        raise TypeError(f"ax is {ax!r}, expected Axes of matplotlib, or None")
     cell_points = 72 * ax.figure.get_figwidth() * ax.get_position().width / num_columns
     for block_id in range(num_cells):
         line, column = divmod(block_id, num_columns)

@@ -239,8 +239,9 @@ def kind_from_json(values: dict[str, Any]) -> LayerKind:
 def storage_dtype(value: Any) -> np.dtype:
     """Returns a dtype that keys and values may have, or raises."""
     try:
-        name = jnp.dtype(value).name if value is not None else "None"  # NumPy takes it for float64
-    except TypeError:
+        is_none = value is None or isinstance(value, jax.Array)  # NumPy takes None for float64
+        name = repr(value) if is_none else jnp.dtype(value).name
+    except (TypeError, ValueError):
         name = repr(value)
     if name not in STORAGE_DTYPES:
         raise ValueError(f"dtype is {name}, expected one of {', '.join(STORAGE_DTYPES)}")

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from kvcache_jax.arrays.number_checks import as_list
 from kvcache_jax.core import token_arguments
 from kvcache_jax.core.state import Cache
 from kvcache_jax.core.status import Status
@@ -56,6 +57,7 @@ def copy_prompts(
             "caches of the same layers, dtypes and block sizes"
         )
     words = namespace_digits(namespace) or "0" * 32
+    prompts = as_list("prompts", prompts, "prompts, each a list of token ids")
     texts = [token_arguments.host_tokens("prompts", prompt).tolist() for prompt in prompts]
     source = source.config.keeper.settle(source)
     cache = on_device(cache, texts, words)

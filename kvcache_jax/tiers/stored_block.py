@@ -117,6 +117,9 @@ def digest(*values: Any) -> str:
     Returns:
       64 hexadecimal digits. It reads every byte once, on the host.
 
+    Raises:
+      TypeError: a value is something else.
+
     Example:
       >>> import numpy as np, kvcache_jax as kv
       >>> params = {"w": np.ones(3, np.float32)}
@@ -130,6 +133,8 @@ def digest(*values: Any) -> str:
             what = [type(leaf).__name__, len(data)]
         else:
             array = np.ascontiguousarray(leaf)
+            if array.dtype.hasobject:
+                raise TypeError(f"a value is {leaf!r}, expected arrays, numbers and texts")
             what, data = [array.dtype.name, *np.shape(leaf)], array.reshape(-1).view(np.uint8).data
         total.update(json.dumps([jax.tree_util.keystr(path), *what]).encode())
         total.update(data)

@@ -462,7 +462,7 @@ def test_config_refuses_what_does_not_fit():
     with pytest.raises(TypeError, match="enable_prefix_caching is 'no', expected True or False"):
         small_config(enable_prefix_caching="no")
     assert small_config(enable_prefix_caching=np.True_).enable_prefix_caching is True
-    with pytest.raises(TypeError, match="layers is None, expected a sequence"):
+    with pytest.raises(TypeError, match="layers is None, expected a list"):
         small_config(layers=None)
 
 

@@ -224,6 +224,8 @@ def test_other_weights_find_nothing():
         kv.tiers.digest(jax.tree.map(lambda x: x.astype("bfloat16"), params)),
     }
     assert len(digests) == 11
+    with pytest.raises(TypeError, match="a value is <object.*>, expected arrays, numbers and texts"):
+        kv.tiers.digest({"w": object()})
     assert kv.tiers.digest({"w": jax.numpy.arange(3, dtype=jax.numpy.int32)}) == kv.tiers.digest(
         {"w": np.arange(3, dtype=np.int32)}
     )

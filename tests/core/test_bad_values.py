@@ -1,0 +1,108 @@
+"""What is no value for an argument is refused by the library's own sentence, whichever the function."""
+
+import inspect
+import pathlib
+import traceback
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvcache_jax as kv
+
+SIZES: dict[str, Any] = dict(num_blocks=8, block_size=4, max_seqs=2, max_seq_len=16)
+PLAIN = kv.CacheConfig([kv.FullAttention(1, 5)], **SIZES)
+CACHED = kv.CacheConfig([kv.FullAttention(1, 5)], **SIZES, enable_prefix_caching=True)
+TOKENS, ROWS, NEW = np.ones((2, 4), np.int32), [0, 1], np.ones((2, 4, 1, 5), np.float32)
+LIBRARY = pathlib.Path(kv.__file__).parent
+
+BAD = {
+    "an object": object(),
+    "a text": "é",
+    "a dict": {"a": 1},
+    "a set": {1},
+    "a function": lambda *_: 0,
+    "unequal rows": [1, [2]],
+    "texts": np.array(["a", "b"]),
+    "complex": np.ones(2, np.complex64),
+    "numbers of rank three": np.full((2, 2, 2), 0.5),
+    "a shape": jax.ShapeDtypeStruct((2,), jnp.int32),
+    "a key": jax.random.key(0),
+}
+
+# name -> (function, arguments, those among its options that are tried too)
+PLAIN_CALLS = {
+    "free": (kv.free, [ROWS], {}),
+    "gather": (kv.gather, [0, 0], {}),
+    "num_blocks_needed": (kv.num_blocks_needed, [[1, 1]], dict(seq_ids=ROWS)),
+    "truncate": (kv.truncate, [ROWS, [1, 1]], {}),
+    "reorder": (kv.reorder, [ROWS, [1, 0]], {}),
+    "rewrite": (kv.rewrite, [ROWS, [[0], [0]]], {}),
+    "drop": (kv.compression.drop, [ROWS, [0, 0], [1, 1]], dict(positions="text", rotate=None)),
+    "preempt_to_utilization": (kv.preempt_to_utilization, [0.5], dict(policy="lru")),
+    "block_map": (kv.block_map, [], dict(group=None, color=False, width=20)),
+    "draw_block_map": (kv.inspect.draw_block_map, [], dict(group=0, ax=None)),
+}
+CACHED_CALLS = {
+    "allocate": (kv.allocate, [ROWS, [4, 4]], dict(tokens=TOKENS, namespace=None, priority=0, reuse=True)),
+    "extend": (kv.extend, [[4, 4]], dict(max_new=4, tokens=TOKENS)),
+    "append": (kv.append, [NEW[None], NEW[None], [4, 4]], dict(tokens=TOKENS)),
+    "commit": (kv.commit, [ROWS], dict(final_len=[1, 1])),
+    "lookup": (kv.lookup, [TOKENS, [4, 4]], dict(namespace=None)),
+    "evict": (kv.evict, [1], {}),
+    "scrub": (kv.scrub, [ROWS], dict(namespace=None)),
+    "explain": (kv.inspect.explain, [TOKENS[0]], {}),
+    "export_blocks": (kv.tiers.export_blocks, [[0]], {}),
+    "copy_prompts": (kv.tiers.copy_prompts, [kv.init(CACHED), [[1]]], {}),
+}
+MAKERS = {
+    "raise_for_status": (kv.raise_for_status, [[0]], {}),
+    "prompt_hashes": (kv.processes.prompt_hashes, [TOKENS[0], 4], {}),
+    "SamplingParams": (kv.decoding.SamplingParams, [], dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)),
+    "GenerationRequest": (kv.GenerationRequest, [[1], 1], dict(stop_tokens=())),
+    "CacheConfig": (
+        kv.CacheConfig,
+        [],
+        SIZES | dict(layers=PLAIN.layers, eviction_policy="lru", dtype="float32"),
+    ),
+    "FullAttention": (kv.FullAttention, [1, 5], dict(num_blocks=None, dtype=None)),
+}
+
+
+def attend(*args, **options):
+    """By a step of the cache."""
+    cache, step = kv.extend(kv.init(PLAIN), [4, 4], max_new=4)
+    return kv.attend(cache, 0, *args, step, **options)
+
+
+CALLS = {
+    **{name: (PLAIN, *call) for name, call in PLAIN_CALLS.items()},
+    **{name: (CACHED, *call) for name, call in CACHED_CALLS.items()},
+    **{name: (None, *call) for name, call in MAKERS.items()},
+    "attend": (None, attend, [NEW], dict(scale=1.0, soft_cap=None, weights=None)),
+}
+
+
+def refused(call, args, options):
+    """Whether a call refuses its arguments; what else it raises than its own sentence is a fault."""
+    try:
+        call(*args, **options)
+    except Exception as error:
+        raised_in = pathlib.Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+        assert isinstance(error, ValueError | TypeError), repr(error)
+        assert LIBRARY in raised_in.parents and "expected" in str(error), repr(error)
+        return True
+    return False
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_is_no_value_is_refused_in_a_sentence(name):
+    config, call, args, options = CALLS[name]
+    caches = [] if config is None else [kv.init(config)]
+    inspect.signature(call).bind(*caches, *args, **options)
+    for bad in BAD.values():
+        tried = [refused(call, [*caches, *args[:i], bad, *args[i + 1 :]], options) for i in range(len(args))]
+        tried += [refused(call, [*caches, *args], options | {option: bad}) for option in options]
+        assert any(tried)
