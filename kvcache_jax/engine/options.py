@@ -142,7 +142,8 @@ class Placement:
 
 def require_axis(name: str, axis: str | None, mesh: Mesh | None) -> None:
     """Refuses an axis that the mesh lacks, or that there is no mesh for."""
-    if axis is not None and axis not in (() if mesh is None else mesh.axis_names):
+    names = () if mesh is None else mesh.axis_names
+    if axis is not None and not (isinstance(axis, str) and axis in names):
         axes = "no mesh" if mesh is None else f"a mesh with the axes {mesh.axis_names}"
         raise ValueError(f"{name} is {axis!r} and there is {axes}, expected it among a mesh's axes")
 

@@ -79,8 +79,8 @@ class EventPublisher(Attachment, contextlib.AbstractContextManager):
           OSError: an address that is in use, or none.
           TypeError, ValueError: an address or a topic that is no string, or a number that is none.
         """
-        for name, text in (("endpoint", endpoint), ("replay", replay or ""), ("topic", topic)):
-            if not isinstance(text, str):
+        for name, text in (("endpoint", endpoint), ("replay", replay), ("topic", topic)):
+            if not isinstance(text, str) and (name, text) != ("replay", None):
                 raise TypeError(f"{name} is {text!r}, expected a string")
         rank, max_batches = static_count("rank", rank, 0), static_count("max_batches", max_batches)
         try:

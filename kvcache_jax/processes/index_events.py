@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvcache_jax.arrays.number_checks import as_list
 from kvcache_jax.core.cache_checks import require_prefix_index
 from kvcache_jax.core.state import Cache
 from kvcache_jax.tiers.published import Blocks, NamedBlocks, read_blocks
@@ -57,9 +58,9 @@ type IndexEvent = BlockStored | BlockRemoved | AllBlocksCleared
 def require_events(events: Iterable[IndexEvent]) -> tuple[IndexEvent, ...]:
     """Refuses what is no list of events; an event alone is a tuple too, of its fields."""
     kinds = BlockStored, BlockRemoved, AllBlocksCleared
-    if isinstance(events, kinds) or not isinstance(events, Iterable):
+    if isinstance(events, kinds):
         raise TypeError(f"events is {events!r}, expected a list of events")
-    events = tuple(events)
+    events = tuple(as_list("events", events, "events"))
     for i, event in enumerate(events):
         if not isinstance(event, kinds):
             raise TypeError(

@@ -10,16 +10,16 @@ import struct
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from kvcache_jax.arrays.number_checks import finite_number
+from kvcache_jax.arrays.number_checks import finite_number, static_count
 from kvcache_jax.core import token_arguments
 from kvcache_jax.core.attachment import Attachment, require_prefix_caching, shard_of
-from kvcache_jax.core.config import CacheConfig
+from kvcache_jax.core.config import CacheConfig, require_config
 from kvcache_jax.core.state import Cache
 from kvcache_jax.prefix.group_links import link_places
 from kvcache_jax.tiers.block_store import checked_limit
@@ -63,6 +63,14 @@ class Ticket(NamedTuple):
     number: int
     weights: str
     config: str
+
+
+def as_ticket(ticket: Any) -> Ticket:
+    """Takes a ticket, also as the list that JSON makes of it."""
+    try:
+        return Ticket(*ticket)
+    except TypeError:
+        raise TypeError(f"ticket is {ticket!r}, expected a Ticket, or its fields in a list") from None
 
 
 @dataclasses.dataclass
@@ -118,17 +126,20 @@ class Giver(Attachment):
           max_bytes: Bytes of all that is offered.
 
         Raises:
-          ValueError, TypeError: no digest, a lease that is no positive number, or no limit.
+          ValueError, TypeError: no digest, a lease that is no positive number, no limit, no address.
           OSError: an address that is in use, or none.
         """
+        require_config("Giver", config)
         self._weights, self._config = checked_weights(weights), config
         self._lease, self._max_bytes = finite_number("lease", lease), checked_limit(max_bytes)
         if self._lease <= 0:
             raise ValueError(f"lease is {lease!r}, expected a positive number of seconds")
-        if host in ("", "0.0.0.0", "::"):
+        if not isinstance(host, str) or host in ("", "0.0.0.0", "::"):
             raise ValueError(
                 f"host is {host!r}, expected a name or address by which takers reach this machine"
             )
+        if static_count("port", port, least=0) >= 2**16:
+            raise ValueError(f"port is {port}, expected one below {2**16}, or 0 for a free one")
         self._epoch = secrets.token_hex(16)
         self._offers: dict[int, _Offer] = {}
         self._num_offers = 0

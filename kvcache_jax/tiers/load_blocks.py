@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from kvcache_jax.arrays.number_checks import as_list
 from kvcache_jax.core import token_arguments
 from kvcache_jax.core.attachment import ShardCache
 from kvcache_jax.core.config import CacheConfig
@@ -94,6 +95,7 @@ def load(
     """
     checked_weights(weights)
     require_stored("load", cache)
+    listed = [] if prompts is None else as_list("prompts", prompts, "prompts, each a list of token ids")
     questions, words = Questions(store), namespace_digits(namespace)
     if words is not None:
         names = [words]
@@ -102,7 +104,7 @@ def load(
     else:
         names = read_namespaces(questions, weights, config_digest(cache.config))
     scopes = scopes_of(cache, weights, names)
-    texts = [token_arguments.host_tokens("prompts", prompt).tolist() for prompt in prompts or ()]
+    texts = [token_arguments.host_tokens("prompts", prompt).tolist() for prompt in listed]
     cache = on_device(cache, texts, names[0] if names else "")
     named: NamedBlocks[Keyed] = NamedBlocks()
     named.update(read_blocks(cache), keyed_by(scopes, cache.config.indexed_group))

@@ -17,9 +17,9 @@ from kvcache_jax.arrays.number_checks import finite_number
 from kvcache_jax.core.state import Cache
 from kvcache_jax.tiers.block_store import Data, checked_key
 from kvcache_jax.tiers.catalogue import StoreReport
-from kvcache_jax.tiers.giver import Ticket
+from kvcache_jax.tiers.giver import Ticket, as_ticket
 from kvcache_jax.tiers.load_blocks import load
-from kvcache_jax.tiers.save_blocks import checked_weights
+from kvcache_jax.tiers.save_blocks import checked_weights, require_stored
 from kvcache_jax.tiers.stored_block import config_digest
 
 _POLL_SECONDS = 0.005
@@ -48,7 +48,7 @@ class PeerStore:
 
     def expect(self, ticket: Ticket) -> None:
         """Takes in a ticket; before the request whose prompt it is of."""
-        self._peers.append(_Peer(Ticket(*ticket)))
+        self._peers.append(_Peer(as_ticket(ticket)))
 
     def contains(self, keys: Sequence[str]) -> list[bool]:
         """Tests which keys are offered, once the offers are finished, or all of the keys are there."""
@@ -194,7 +194,8 @@ def take(
     Raises:
       ValueError, TypeError: as `load`; an offer of other weights or of another config.
     """
-    ticket = Ticket(*ticket)
+    ticket = as_ticket(ticket)
+    require_stored("take", cache)
     for what, given, own in (
         ("weights", ticket.weights, checked_weights(weights)),
         ("config", ticket.config, config_digest(cache.config)),

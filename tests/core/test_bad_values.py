@@ -16,6 +16,8 @@ SIZES: dict[str, Any] = dict(num_blocks=8, block_size=4, max_seqs=2, max_seq_len
 PLAIN = kv.CacheConfig([kv.FullAttention(1, 5)], **SIZES)
 CACHED = kv.CacheConfig([kv.FullAttention(1, 5)], **SIZES, enable_prefix_caching=True)
 TOKENS, ROWS, NEW = np.ones((2, 4), np.int32), [0, 1], np.ones((2, 4, 1, 5), np.float32)
+STORE, WEIGHTS = kv.tiers.MemoryStore(), kv.tiers.digest("weights")
+TICKET = kv.tiers.Ticket("127.0.0.1", 1, "epoch", 0, WEIGHTS, "of another config")
 LIBRARY = pathlib.Path(kv.__file__).parent
 
 BAD = {
@@ -58,6 +60,12 @@ CACHED_CALLS = {
     "copy_prompts": (kv.tiers.copy_prompts, [kv.init(CACHED), [[1]]], {}),
 }
 MAKERS = {
+    "load": (kv.tiers.load, [STORE, kv.init(CACHED)], dict(weights=WEIGHTS, prompts=[[1]])),
+    "take": (kv.tiers.take, [TICKET, kv.init(CACHED), [1]], dict(weights=WEIGHTS)),
+    "PeerStore": (kv.tiers.PeerStore, [TICKET], {}),
+    "Giver": (kv.tiers.Giver, [CACHED], dict(weights=WEIGHTS, host="no name", port=0)),
+    "ReplicaIndex.apply": (kv.processes.ReplicaIndex().apply, [[]], {}),
+    "Placement": (kv.engine.Placement, [jax.make_mesh((2,), ("rows",))], dict(row_axis="rows")),
     "raise_for_status": (kv.raise_for_status, [[0]], {}),
     "prompt_hashes": (kv.processes.prompt_hashes, [TOKENS[0], 4], {}),
     "SamplingParams": (kv.decoding.SamplingParams, [], dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)),
@@ -89,6 +97,8 @@ def refused(call, args, options):
     """Whether a call refuses its arguments; what else it raises than its own sentence is a fault."""
     try:
         call(*args, **options)
+    except OSError:  # an address that cannot be bound: all else was taken
+        return False
     except Exception as error:
         raised_in = pathlib.Path(traceback.extract_tb(error.__traceback__)[-1].filename)
         assert isinstance(error, ValueError | TypeError), repr(error)
