@@ -80,7 +80,7 @@ class EventPublisher(Attachment, contextlib.AbstractContextManager):
           TypeError, ValueError: an address or a topic that is no string, or a number that is none.
         """
         for name, text in (("endpoint", endpoint), ("replay", replay), ("topic", topic)):
-            if not isinstance(text, str) and (name, text) != ("replay", None):
+            if not (isinstance(text, str) or (name == "replay" and text is None)):
                 raise TypeError(f"{name} is {text!r}, expected a string")
         rank, max_batches = static_count("rank", rank, 0), static_count("max_batches", max_batches)
         try:

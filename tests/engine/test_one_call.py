@@ -76,7 +76,7 @@ def test_attention_of_parts_is_as_by_themselves():
     pieces, following = (dataclasses.replace(step, plans=()) for step in (pieces, following))
     arrays = [(random(2, 3, heads, 8), random(3, 1, heads, 8)) for heads in (4, 2, 2)]
     for is_left in ([True, True, True], [True, True, False]):
-        steps = without_rows(cache, pieces, jnp.asarray(is_left)), following
+        steps = jax.jit(without_rows)(cache, pieces, jnp.asarray(is_left)), following
         joined, apart = (_attended(cache, steps, arrays, is_joined=each) for each in (True, False))
         for found, expected in zip(joined, apart, strict=True):
             np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
@@ -104,7 +104,7 @@ def test_a_window_keeps_what_pieces_read_while_the_next_token_gets_its_place():
     apart, first = kv.attention(cache, 0, *pieces, of_pieces)
     apart, step = kv.extend(apart, [1, 0], max_new=1)
     _, second = kv.attention(apart, 0, *following, step)
-    cache, step = extend_reserved(
+    cache, step = jax.jit(extend_reserved)(
         cache, jnp.array([1, 0], jnp.int32), jnp.zeros((2, 1), jnp.int32), kept_len=kept_len
     )
     steps = [dataclasses.replace(each, plans=()) for each in (of_pieces, step)]

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.contract
 
 # A text of 17 tokens publishes four blocks, and holds five while it is computed.
 HOSTED = dataclasses.replace(CONFIG, num_blocks=8, extras=[kv.tiers.Host(num_blocks=12)])
+CHOOSY = dataclasses.replace(HOSTED, extras=[kv.tiers.Host(12, store_after=1, break_even=8)])
 
 
 class HostUser(PrefixUser):
@@ -180,7 +181,7 @@ def test_of_more_than_the_host_has_room_for_the_beginning_stays():
 
 
 def test_what_was_not_used_is_forgotten():
-    user = HostUser(dataclasses.replace(HOSTED, extras=[kv.tiers.Host(12, store_after=1)]))
+    user = HostUser(CHOOSY)
     a, b, c, d = texts_of(user, 1, 2, 3, 4)
     assert user.serve(a, a, b, c, d) == [0, 16, 0, 0, 0]
     assert user.host().num_demoted == user.host().num_cached == 4
@@ -188,9 +189,9 @@ def test_what_was_not_used_is_forgotten():
 
 
 def test_what_does_not_pay_the_way_stays_on_the_host():
-    user = HostUser(dataclasses.replace(HOSTED, extras=[kv.tiers.Host(12, break_even=8)]))
+    user = HostUser(CHOOSY)
     a, b, c = texts_of(user, 1, 2, 3)
-    user.serve(a, b, c)
+    user.serve(a, a, b, b, c, c)
     # Of the first text all is on the host, of the second one its end.
     assert [user.lookup(a[:length]) for length in (5, 9, 17)] == [0, 8, 16]
     assert user.lookup(b) == 12 and user.host().num_cached == 5
