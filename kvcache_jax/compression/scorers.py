@@ -246,14 +246,15 @@ def _expected_attention(tokens: TokenMetadata) -> jax.Array:
     """Scores by the weight that queries to come give, times the value (Devoto et al., arXiv:2510.00636)."""
     assert tokens.k is not None and tokens.v is not None and tokens.queries is not None
     mean, covariance = tokens.queries
-    group_size, dim = mean.shape[1] // tokens.num_kv_heads, tokens.k.shape[-1]
-    k = jnp.repeat(tokens.k, group_size, axis=1)
-    logits = jnp.einsum("nhsd,nhd->nhs", k, mean, precision="highest") / dim**0.5
-    logits += jnp.einsum("nhsd,nhde,nhse->nhs", k, covariance, k, precision="highest") / (2 * dim)
+    dim, of_groups = tokens.k.shape[-1], (mean.shape[0], tokens.num_kv_heads, -1)
+    mean, covariance = (x.reshape(*of_groups, *x.shape[2:]) for x in (mean, covariance))
+    logits = jnp.einsum("nhsd,nhgd->nhgs", tokens.k, mean, precision="highest") / dim**0.5
+    spread = jnp.einsum("nhsd,nhgde,nhse->nhgs", tokens.k, covariance, tokens.k, precision="highest")
+    logits += spread / (2 * dim)
     is_scored = tokens.is_token[:, None] & (tokens.places >= _SINKS)
-    shares = jax.nn.softmax(jnp.where(is_scored, logits, -jnp.inf), axis=-1)
+    shares = jax.nn.softmax(jnp.where(is_scored[:, :, None], logits, -jnp.inf), axis=-1)
     length = jnp.where(is_scored, jnp.linalg.norm(tokens.v, axis=-1), 0)
-    scores = (tokens.mean_of_groups(shares) + 1e-2) * length
+    scores = (shares.mean(axis=2) + 1e-2) * length
     return jnp.where(tokens.places < _SINKS, scores.max(axis=-1, keepdims=True) + 1, scores)
 
 
