@@ -343,7 +343,7 @@ def test_what_cannot_be_compressed():
 
 @pytest.mark.newest
 def test_heads_on_explicit_axes_are_scored_and_each_keeps_its_own():
-    """Scores are split as the heads, or whole; the choice and the tokens kept are those of one device."""
+    """Scores are split as the heads, or whole; one device chooses and keeps the same tokens."""
     mesh = jax.make_mesh((2,), ("heads",), axis_types=(AxisType.Explicit,))
     config = kv.CacheConfig(
         [WIDE], extras=[kv.compression.Dropping()], num_blocks=8, block_size=4, max_seqs=2, max_seq_len=16
