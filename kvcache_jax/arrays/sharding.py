@@ -110,6 +110,15 @@ def split_as(array: jax.Array, values: jax.Array) -> jax.Array:
     )
 
 
+def split_alone(array: jax.Array, position: int, axis: str | None, values: jax.Array) -> jax.Array:
+    """Splits one axis of an array over a mesh axis, None for none, where the types of `values` or it tell."""
+    meshes = [jax.typeof(x).sharding.mesh for x in (array, values) if any(jax.typeof(x).sharding.spec)]
+    if not meshes:
+        return array
+    spec = PartitionSpec(*[None] * position, axis)
+    return jax.sharding.reshard(array, NamedSharding(meshes[0], spec))
+
+
 def check_split(name: str, values: jax.Array, axis: str | None) -> None:
     """Raises where types tell that `values [..., heads, head_dim]` are split otherwise than the pool's heads.
 

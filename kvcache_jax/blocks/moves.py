@@ -10,7 +10,7 @@ from jax import lax
 
 from kvcache_jax.arrays.derivatives import reverse_mode_only
 from kvcache_jax.arrays.masked_updates import get_at, quotient, read_first, remainder, set_at
-from kvcache_jax.arrays.sharding import axis_of_types
+from kvcache_jax.arrays.sharding import axis_of_types, split_alone
 from kvcache_jax.blocks.key_rotation import Rotate
 from kvcache_jax.blocks.split_blocks import require_whole
 from kvcache_jax.blocks.storage import as_blocks, block_rows, require_gradient
@@ -139,7 +139,8 @@ def read_tokens(values: jax.Array, array: BlockArray, rows: jax.Array, offsets: 
         places = (rows[:, 0], *array.before_tokens, offsets[:, 0])
         return values.at[places].get(mode="clip")[None]
     head_position = 1 + array.head_axis
-    if axis_of_types({"": values}, {"": head_position}) is None:
+    axis = axis_of_types({"": values}, {"": head_position})
+    if axis is None:
         # With all indices in the order of the axes, XLA for TPUs reads the pool in its own layout; a batched
         # gather it reads in another one, of a copy.
         heads = lax.broadcasted_iota(jnp.int32, (1, values.shape[head_position], 1), 1)
@@ -154,6 +155,8 @@ def read_tokens(values: jax.Array, array: BlockArray, rows: jax.Array, offsets: 
     index_axis = None if rows.shape[1] == 1 else 1
     if index_axis is None:
         rows, offsets = rows[:, 0], offsets[:, 0]
+    else:
+        rows, offsets = (split_alone(x, 1, axis, values) for x in (rows, offsets))
     return jax.vmap(of_head, (head_position, index_axis, index_axis))(values, rows, offsets)
 
 

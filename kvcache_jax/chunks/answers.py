@@ -272,4 +272,4 @@ def _check(answers: AnswerParts | Answers) -> None:
     if not after:
         raise ValueError("after is empty, expected the tokens between reasoning and answer")
     object.__setattr__(answers, "after", after)
-    object.__setattr__(answers, "least_len", static_count("least_len", answers.least_len))
+    object.__setattr__(answers, "least_len", static_count("least_len", answers.least_len, 1, 2**30, "2**30"))

@@ -10,7 +10,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from kvcache_jax.arrays.masked_updates import get_at, min_at, quotient, set_at
-from kvcache_jax.arrays.sharding import as_varied
+from kvcache_jax.arrays.sharding import as_varied, split_alone
 from kvcache_jax.blocks import block_pool, storage
 from kvcache_jax.blocks.moves import TokenMoves, move_tokens
 from kvcache_jax.compression.dropping import reads_rotated, require_dropping
@@ -166,6 +166,7 @@ def _compress(
 ) -> tuple[Cache, jax.Array]:
     config = cache.config
     control, (seq_ids, scores, num_keep) = as_varied((cache.control, (seq_ids, scores, num_keep)))
+    scores = split_alone(scores, 0, None, scores)  # few numbers, of which every device ranks all
     plan = _plan(control, seq_ids, scores, num_keep, config)
     exchanges = {g: columns.exchange for g, columns in plan.columns.items()}
     control, new = carry_out(control, plan.rows, exchanges, config)

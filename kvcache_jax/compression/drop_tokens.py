@@ -16,6 +16,7 @@ from kvcache_jax.blocks.moves import SpanMoves, move_spans
 from kvcache_jax.compression.dropping import (
     keep_first,
     original_sinks,
+    reads_rotated,
     require_dropping,
     with_original_sinks,
 )
@@ -61,16 +62,17 @@ def drop(
       seq_ids: i32[n], active rows, each at most once.
       start: i32[n], position in the text of the first token to drop.
       length: i32[n], positions from there on, of which some may be dropped already; 0 changes nothing.
-      positions: "text" or "cache", the places that queries find sinks at. Rows that streamed by "cache" go on
-        by it. Call "cache" inside a donated jit: called eagerly it copies the pools.
+      positions: "text" or "cache", the places that queries find sinks at. Rows whose sinks "cache" has
+        rotated go on by it. Call "cache" inside a donated jit: called eagerly it copies the pools.
       rotate: With "cache", a function that returns keys f32`[..., heads, head_dim]` rotated by distances
         i32`[...]`, such as a `key_rotation`, or a list with one per layer.
 
     Returns:
       The cache and status i32[n]: BAD_LENGTH (the run ends outside of the row, begins among the sinks of a
       layer kind, leaves tokens between it and those dropped before, or, in a row with tokens that `compress`
-      kept, begins in the text that these and dropped ones are from; with "cache" also: more than
-      `max_sink_len` tokens before it, or some that `compress` kept),
+      kept, begins in the text that these and dropped ones are from; with "text" also: of a row whose sinks
+      "cache" has rotated; with "cache": more than `max_sink_len` tokens before it, or some that `compress`
+      kept),
       OUT_OF_BLOCKS ("cache": no block for the sinks beside the original ones), SEQ_NOT_ACTIVE,
       DUPLICATE_SEQ_ID, SKIPPED, BAD_SEQ_ID.
 
@@ -125,7 +127,8 @@ def drop_rows(
     control: Control, seq_ids: jax.Array, start: jax.Array, length: jax.Array, *, config: CacheConfig
 ) -> tuple[Control, jax.Array]:
     """Drops the tokens at `start` to `start + length` of the text of rows `seq_ids`, i32[n] all."""
-    plan = _plan(control, seq_ids, start, length, config)
+    is_moved = reads_rotated(control, seq_ids)
+    plan = _plan(control, seq_ids, start, length, is_moved, config)
     return _without_tokens(control, plan, config), plan.status
 
 
@@ -151,9 +154,14 @@ class _DropPlan(NamedTuple):
 
 
 def _plan(
-    control: Control, seq_ids: jax.Array, start: jax.Array, length: jax.Array, config: CacheConfig
+    control: Control,
+    seq_ids: jax.Array,
+    start: jax.Array,
+    length: jax.Array,
+    is_refused: jax.Array | bool,
+    config: CacheConfig,
 ) -> _DropPlan:
-    """Decides which tokens rows drop, of i32[n] all."""
+    """Decides which tokens rows drop, of i32[n] all; rows that are refused, bool[n], drop none."""
     assert control.holes is not None
     before = control.holes.of_rows(seq_ids)
     context_len = get_at(control.context_len, seq_ids, 0)
@@ -171,7 +179,7 @@ def _plan(
         *check_ids(control, seq_ids),
         (~get_at(control.is_active, seq_ids), Status.SEQ_NOT_ACTIVE),
         (is_outside, Status.BAD_LENGTH),
-        ((length > 0) & ((start < num_sinks) | is_apart | is_kept), Status.BAD_LENGTH),
+        ((length > 0) & ((start < num_sinks) | is_apart | is_kept | is_refused), Status.BAD_LENGTH),
     )
     rows = jnp.where((status == Status.OK) & (length > 0), seq_ids, control.max_seqs)
     first = jnp.where(is_plain, start, jnp.minimum(first, start))
@@ -218,7 +226,7 @@ def _drop_and_rotate(
     """Drops tokens, and rotates the sinks before them."""
     config = cache.config
     control, (seq_ids, start, length) = as_varied((cache.control, (seq_ids, start, length)))
-    plan = _plan(control, seq_ids, start, length, config)
+    plan = _plan(control, seq_ids, start, length, False, config)
     num_sinks = plan.holes.start
     wants = plan.rows < control.max_seqs
     is_bad = wants & ((num_sinks > max_sink_len) | (plan.holes.num_kept > 0))

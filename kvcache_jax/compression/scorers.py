@@ -127,16 +127,14 @@ def future_queries(
     arguments.require_floats("q", q)
     if q.ndim != 4:
         raise ValueError(f"q has shape {q.shape}, expected [n, T, num_q_heads, key_dim]")
-    is_query = arguments.as_array("is_query", is_query)
-    if is_query.dtype != bool or is_query.shape != q.shape[:2]:
-        raise ValueError(
-            f"is_query is {is_query.dtype}{list(is_query.shape)}, expected bool{list(q.shape[:2])}"
-        )
+    counts = arguments.as_array("is_query", is_query)
+    if counts.dtype != bool or counts.shape != q.shape[:2]:
+        raise ValueError(f"is_query is {counts.dtype}{list(counts.shape)}, expected bool{list(q.shape[:2])}")
     if not callable(rotate):
         raise TypeError(f"rotate is {rotate!r}, expected a function of queries and positions")
     next_position = jnp.asarray(arguments.int_column("next_position", next_position, q.shape[0]))
     num_future = static_count("num_future", num_future, most=2**30, most_name="2**30")
-    q, mask = jnp.asarray(q, jnp.float32), jnp.asarray(is_query)[..., None, None]
+    q, mask = jnp.asarray(q, jnp.float32), jnp.asarray(counts)[..., None, None]
     count = jnp.sum(mask, axis=1).astype(jnp.float32)
     mean = jnp.sum(jnp.where(mask, q, 0), axis=1) / count
     off = jnp.where(mask, q - mean[:, None], 0)
@@ -184,13 +182,13 @@ def pyramid_budgets(num_keep: ArrayLike, num_layers: int, window: int, num_token
     num_tokens = arguments.int_column("num_tokens", num_tokens, num_keep.shape[0])
     num_layers, window = static_count("num_layers", num_layers), static_count("window", window, least=0)
     keep, held = (jnp.asarray(x, jnp.float32)[:, None] for x in (num_keep, num_tokens))
-    window = jnp.minimum(held, window)
-    average = jnp.clip(keep, window, held) - window
-    most = jnp.minimum(2 * average - average / 20, held - window)
+    recent = jnp.minimum(held, window)
+    average = jnp.clip(keep, recent, held) - recent
+    most = jnp.minimum(2 * average - average / 20, held - recent)
     least = 2 * average - most
     # Alone, a layer is the average.
     share = jnp.linspace(0, 1, num_layers)[None] if num_layers > 1 else 0.5
-    return jnp.round(window + most + (least - most) * share).astype(jnp.int32)
+    return jnp.round(recent + most + (least - most) * share).astype(jnp.int32)
 
 
 _WINDOW, _POOL, _SINKS = 64, 5, 4
@@ -246,14 +244,15 @@ def _expected_attention(tokens: TokenMetadata) -> jax.Array:
     """Scores by the weight that queries to come give, times the value (Devoto et al., arXiv:2510.00636)."""
     assert tokens.k is not None and tokens.v is not None and tokens.queries is not None
     mean, covariance = tokens.queries
-    group_size, dim = mean.shape[1] // tokens.num_kv_heads, tokens.k.shape[-1]
-    k = jnp.repeat(tokens.k, group_size, axis=1)
-    logits = jnp.einsum("nhsd,nhd->nhs", k, mean, precision="highest") / dim**0.5
-    logits += jnp.einsum("nhsd,nhde,nhse->nhs", k, covariance, k, precision="highest") / (2 * dim)
+    dim, of_groups = tokens.k.shape[-1], (mean.shape[0], tokens.num_kv_heads, -1)
+    mean, covariance = (x.reshape(*of_groups, *x.shape[2:]) for x in (mean, covariance))
+    logits = jnp.einsum("nhsd,nhgd->nhgs", tokens.k, mean, precision="highest") / dim**0.5
+    spread = jnp.einsum("nhsd,nhgde,nhse->nhgs", tokens.k, covariance, tokens.k, precision="highest")
+    logits += spread / (2 * dim)
     is_scored = tokens.is_token[:, None] & (tokens.places >= _SINKS)
-    shares = jax.nn.softmax(jnp.where(is_scored, logits, -jnp.inf), axis=-1)
+    shares = jax.nn.softmax(jnp.where(is_scored[:, :, None], logits, -jnp.inf), axis=-1)
     length = jnp.where(is_scored, jnp.linalg.norm(tokens.v, axis=-1), 0)
-    scores = (tokens.mean_of_groups(shares) + 1e-2) * length
+    scores = (shares.mean(axis=2) + 1e-2) * length
     return jnp.where(tokens.places < _SINKS, scores.max(axis=-1, keepdims=True) + 1, scores)
 
 
@@ -287,7 +286,7 @@ _OPTIONS = "scale", "soft_cap", "sink_logits", "weights"
 
 def _checked_queries(
     queries: Any, num_rows: int, num_kv_heads: int, key_dim: int
-) -> tuple[arguments.Array, arguments.Array]:
+) -> tuple[jax.Array, jax.Array]:
     """Returns mean and covariance of queries, after a look at their shapes."""
     shapes = [getattr(x, "shape", None) for x in queries] if isinstance(queries, tuple | list) else []
     num_heads = shapes[0][1] if shapes and shapes[0] is not None and len(shapes[0]) == 3 else 0
@@ -300,7 +299,7 @@ def _checked_queries(
         )
     for x in queries:
         arguments.require_floats("queries", x)
-    return queries[0], queries[1]
+    return jnp.asarray(queries[0]), jnp.asarray(queries[1])
 
 
 @takes_one

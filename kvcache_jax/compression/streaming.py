@@ -15,6 +15,7 @@ from kvcache_jax.arrays.number_checks import static_count
 from kvcache_jax.arrays.sharding import as_varied
 from kvcache_jax.blocks import block_pool
 from kvcache_jax.compression.drop_tokens import drop, drop_rows
+from kvcache_jax.compression.dropping import reads_rotated
 from kvcache_jax.core import arguments
 from kvcache_jax.core.cache_checks import takes_one
 from kvcache_jax.core.config import CacheConfig
@@ -129,7 +130,8 @@ def drop_to_utilization(
 
     Rows go on: each drops whole blocks after its sinks, or after the tokens that it dropped before, oldest
     tokens first, no more than are needed (see `drop`). The call stops early when no row is left that frees a
-    block on its own in a layer group that is above the target.
+    block on its own in a layer group that is above the target. Rows whose sinks `drop(positions="cache")` has
+    rotated are left alone.
 
     Args:
       cache: Not changed; built with `CacheConfig(extras=[Dropping()])`, without prefix caching.
@@ -196,6 +198,8 @@ def _droppable(
     num_units = ceil_div(config.max_seq_len, unit)
     units = jnp.arange(num_units, dtype=jnp.int32)[None]
     is_droppable = (units >= first[:, None]) & (units < end[:, None])
+    # What such rows drop moves their sinks, which takes keys.
+    is_droppable &= ~reads_rotated(control, jnp.arange(control.max_seqs, dtype=jnp.int32))[:, None]
     num_freed, is_enough = jnp.zeros_like(start), jnp.ones_like(is_droppable)
     is_above = groups_above(control, target)
     for g, group in config.row_groups.items():

@@ -104,6 +104,10 @@ def test_what_is_no_argument_of_chunks_is_refused():
         return kv.chunks.select_tokens(name, chunks._replace(**fields), [1], max_select=4)
 
     for call, message in (
+        (
+            lambda: kv.chunks.AnswerParts(reuse=kv.chunks.Reuse(rotate=None), after=[1], least_len=2**31),
+            r"least_len is 2147483648, expected 1 <= least_len <= 2\*\*30",
+        ),
         (lambda: kv.chunks.evict(cache, 1, keep=0), r"keep has shape \(\), expected one integer per row"),
         (lambda: kv.chunks.evict(cache, 1, keep=None), "keep has dtype object, expected integers"),
         (lambda: kv.chunks.evict(cache, [0, [1]]), "num_places is no array .*, expected rows of one length"),

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import kvcache_jax as kv
 from kvcache_jax import testing
@@ -337,3 +339,36 @@ def test_what_cannot_be_compressed():
         kv.compression.compress(cache, [0], scores, [3, 4])
     with pytest.raises(ValueError, match="num_keep has a number per layer, and the layers are one group"):
         kv.compression.compress(cache, [0], scores, [[3, 4]])
+
+
+@pytest.mark.newest
+def test_heads_on_explicit_axes_are_scored_and_each_keeps_its_own():
+    """Scores are split as the heads, or whole; one device chooses and keeps the same tokens."""
+    mesh = jax.make_mesh((2,), ("heads",), axis_types=(AxisType.Explicit,))
+    config = kv.CacheConfig(
+        [WIDE], extras=[kv.compression.Dropping()], num_blocks=8, block_size=4, max_seqs=2, max_seq_len=16
+    )
+    rng = np.random.default_rng(0)
+    q, k, covariance = (
+        rng.standard_normal(shape, np.float32) for shape in ((2, 9, 4, 3), (2, 9, 2, 3), (2, 4, 3, 3))
+    )
+
+    def compressed(put, sharding=None):
+        cache, _ = kv.allocate(kv.init(config, sharding=sharding), [0, 1], [9, 7])
+        cache, reserved = kv.extend(cache, [9, 7], max_new=9)
+        cache = kv.write(cache, 0, put(k, 2), put(k, 2), reserved)
+        queries = put(q[:, 0], 1), put(covariance, 1)
+        scores = kv.compression.token_scores(
+            cache, 0, put(q, 2), reserved, "expected attention", queries=queries
+        )
+        for given in (scores[:, None], np.asarray(scores[:, None])):
+            after, status = compress(cache, np.array([0, 1]), given, np.array([7, 6]))
+            assert statuses(status) == [OK] * 2
+            yield from (scores, *(kv.gather(after, row, 0)[0] for row in (0, 1)))
+
+    def split(x, position):
+        return jax.device_put(x, NamedSharding(mesh, P(*[None] * position, "heads")))
+
+    alone = compressed(lambda x, _: jnp.asarray(x))
+    for one, other in zip(alone, compressed(split, NamedSharding(mesh, P(None, "heads"))), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)

@@ -128,6 +128,12 @@ def test_what_a_row_with_moved_sinks_refuses():
     assert statuses(step.status) == [BAD_LENGTH]
     scores = np.zeros((1, MAX_LEN), np.float32)
     assert statuses(kv.compression.compress(texts.cache, [0], scores, [8])[1]) == [BAD_LENGTH]
+    assert statuses(kv.compression.drop(texts.cache, [0], [8], [2])[1]) == [
+        BAD_LENGTH
+    ]  # its sinks would stay
+    streaming = kv.compression.Streaming(window=1, num_sink_tokens=0)
+    _, rows = kv.compression.drop_to_utilization(texts.cache, 0.0, streaming=streaming)
+    assert rows.tolist() == [1, 2, 3]
     assert bits(texts.cache.control) == before
     texts.cache, status = kv.compression.compress(texts.cache, [1], scores, [5])
     step = texts.extend([0, 2, 0])

@@ -311,7 +311,7 @@ def test_what_keeps_no_answers_is_refused_by_name():
     reuse = kv.chunks.Reuse(rotate=ROTATE)
     with refuse("after is empty, expected the tokens between reasoning and answer"):
         kv.chunks.AnswerParts(reuse=reuse, after=[])
-    with refuse("least_len is 0, expected at least 1"):
+    with refuse("least_len is 0, expected 1 <= least_len"):
         kv.chunks.Answers([[1]], [[]], reuse, after=[3], least_len=0)
     window = kv.CacheConfig([kv.SlidingWindow(1, 4, window=8)], extras=[kv.chunks.Store(3, 12)])
     turn = kv.chunks.Answers([[1]], [[]], reuse, after=[3])
