@@ -61,11 +61,16 @@ def check_model(caller: str, forward: Any, config: Any, *values: Any) -> None:
             "an object that can be: pass its method, or make it a @dataclass(frozen=True) or (eq=False)"
         ) from None
     _check_signature(forward)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(values[0]):
+    require_arrays(values[0])
+    _warn_of_fresh(forward)
+
+
+def require_arrays(params: Any) -> None:
+    """Refuses parameters that a compiled program does not take."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if callable(leaf) or not _is_numeric(leaf):
             place = jax.tree_util.keystr(path)
             raise TypeError(f"params{place} is {leaf!r}, expected arrays alone: {_PARTITION}")
-    _warn_of_fresh(forward)
 
 
 def _is_numeric(leaf: Any) -> bool:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from kvcache_jax.core.state import Cache, Step
+from kvcache_jax.decoding.arguments import require_arrays
 
 Forward = Callable[[Any, jax.Array, Cache, Step], tuple[jax.Array, Cache]]
 """`(params, tokens i32[n, T], cache, step) -> (logits [n, T, vocab], cache)`.
@@ -69,8 +70,14 @@ class PreparedForward:
 
 
 def prepared(forward: Forward, params: Any) -> Any:
-    """Prepares parameters for a loop of steps where the model is a `PreparedForward`; else returns them."""
-    return forward.prepare(params) if isinstance(forward, PreparedForward) else params
+    """Prepares parameters for a loop of steps where the model is a `PreparedForward`; else returns them.
+
+    Raises:
+      TypeError: parameters that are no arrays.
+    """
+    params = forward.prepare(params) if isinstance(forward, PreparedForward) else params
+    require_arrays(params)
+    return params
 
 
 def for_logits(hidden: jax.Array, logits_at: jax.Array | None) -> jax.Array:

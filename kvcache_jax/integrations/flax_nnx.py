@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kvcache_jax.attention.attention import attention
 from kvcache_jax.core.config import CacheConfig
@@ -45,7 +46,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         batch, its axes flattened; None before. Operations such as `fork` work on it.
 
     Raises:
-      ValueError: an option that is refused, or a call before `init_cache`.
+      ValueError: an option that is refused, a call before `init_cache`, or one without tokens or with more of
+        them than `max_length`.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -74,7 +76,12 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         Args:
           input_shape: `(*batch, max_length, features)`.
           dtype: Of the stored keys and values.
+
+        Raises:
+          ValueError: no such shape, or no such dtype.
         """
+        if np.ndim(input_shape) != 1 or len(input_shape) < 2:
+            raise ValueError(f"input_shape is {input_shape!r}, expected (*batch, max_length, features)")
         *batch, max_length, _ = input_shape
         num_rows = math.prod(batch)
         layer = FullAttention(self.num_kv_heads, self.head_dim)
@@ -129,7 +136,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
 
         *batch, num_tokens, _, _ = q.shape
         cache = self.kv_cache.get_value()
-        q, k, v = (x.reshape(-1, *x.shape[-3:]) for x in (q, k, v))
+        q, k, v = (x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:]) for x in (q, k, v))
         if len(q) != cache.max_seqs:
             raise ValueError(
                 f"inputs_q has the batch {tuple(batch)}, expected init_cache's {cache.max_seqs} rows"

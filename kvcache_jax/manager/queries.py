@@ -77,7 +77,8 @@ class Queries:
 
         Raises:
           UnknownRequest, OutOfSync: no such request, or no longer.
-          IndexError: it holds no such token, or a window has released it.
+          IndexError: it holds no such token, a window has released it, or the group has no block for it, as
+            for a state that is kept once its block is full.
         """
         position, group = as_integer("position", position), checked_group(self._config, group)
         with self._holder.turn("slot_for"):
@@ -86,7 +87,13 @@ class Queries:
                 raise IndexError(f"position is {position}, expected 0 <= position < {length} tokens")
             layer_group = self._config.groups[group]
             column, offset = divmod(position, layer_group.block_size)
-            block_id = int(self.block_table(request_id, group=group)[column])
+            table = self.block_table(request_id, group=group)
+            if column >= len(table):  # states have blocks for what the next tokens read alone
+                raise IndexError(
+                    f"position {position} of request {request_id!r} is in no block of group {group}, "
+                    f"{layer_group.kind.label}"
+                )
+            block_id = int(table[column])
             if block_id == layer_group.num_blocks:
                 raise IndexError(f"position {position} of request {request_id!r} has left the window")
             return block_id * layer_group.block_size + offset

@@ -49,6 +49,16 @@ def test_generate_prepares_a_model_and_its_draft_once():
     assert result.num_steps > 2 and [*map(id, prepared)] == [id(params), id(draft_params)]
 
 
+def test_what_is_prepared_must_be_arrays():
+    model = kv.decoding.PreparedForward(tiny_model.forward, lambda params: {**params, "more": b"text"})
+    found = ""
+    try:
+        kv.generate(model, PARAMS, PROMPTS, config(), max_new_tokens=1)
+    except TypeError as error:
+        found = str(error)
+    assert found.startswith("params['more'] is b'text', expected arrays alone: ")
+
+
 @pytest.mark.slow
 def test_score_prepares_once():
     scores = kv.score(FORWARD, stack_of(PARAMS), [3, 1], [[2, 7], [8]], config(), prefill_len=PREFILL_LEN)

@@ -107,6 +107,10 @@ def test_what_could_never_run_is_refused_at_once():
         (lambda: make_engine().push([ask([1], 1, "a"), ask([2], 1, "a")]), "has the id 'a', which another"),
         (lambda: make_engine().set_params([1]), "params has the structure"),
         (
+            lambda: make_engine().set_params(make_params() | {"shift": "text"}),
+            r"params\['shift'\] is 'text', expected arrays alone",
+        ),
+        (
             lambda: make_engine().set_params(make_params() | {"shift": np.int32([1])}),
             r"params\['shift'\] is int32\[1\], expected int32\[\] like the engine's",
         ),

@@ -114,7 +114,21 @@ def test_what_the_cache_cannot_do_is_refused_by_name():
     x = inputs(2)
     with pytest.raises(ValueError, match="call init_cache first"):
         ours(x, deterministic=True)
+    for shape in ((8,), 5):
+        found = ""
+        try:
+            ours.init_cache(shape)
+        except (ValueError, TypeError) as error:
+            found = str(error)
+        assert found.endswith(f"is {shape}, expected (*batch, max_length, features)")
     ours.init_cache(x.shape)
+    for num_tokens in (0, LENGTH + 1):
+        found = ""
+        try:
+            ours(jnp.ones((2, num_tokens, x.shape[-1])), deterministic=True)
+        except (ValueError, ArithmeticError) as error:
+            found = str(error)
+        assert found.startswith(f"max_new is {num_tokens}, expected 1 <= max_new <= max_query_len = {LENGTH}")
     with pytest.raises(ValueError, match="dropout_rate is 0.5 while decoding"):
         ours(x, deterministic=False, rngs=nnx.Rngs(0))
     ours(x, deterministic=True, rngs=nnx.Rngs(0), mask=None, sow_weights=False)

@@ -86,6 +86,20 @@ def test_blocks_of_windows_have_holes():
         manager.truncate_request("x", 3)
 
 
+def test_a_token_without_a_state_has_no_slot_among_states():
+    config = kv.CacheConfig([kv.Mamba2(1, 1, state_dim=1)], block_size=4, max_seqs=2, max_seq_len=16)
+    manager = kv.CacheManager(config, widths=[6])
+    manager.allocate_request("x", [1] * 6)
+    manager.append_tokens("x", [1] * 6)
+    assert manager.slot_for("x", 5, group=0) % 4 == 1 and len(manager.block_table("x", group=1)) == 1
+    found = ""
+    try:
+        manager.slot_for("x", 5, group=1)
+    except IndexError as error:
+        found = str(error)
+    assert found == "position 5 of request 'x' is in no block of group 1, Mamba2 points"
+
+
 # --- errors ---
 
 
