@@ -66,7 +66,9 @@ class Mixture(nnx.Module):
             groups = ranks.reshape(len(tokens), sizes.num_groups, -1)
             best = jax.lax.top_k(groups, 2 if sizes.is_sigmoid else 1)[0].sum(axis=-1)
             group_ids = jax.lax.top_k(best, sizes.num_used_groups)[1]
-            is_used = (group_ids[..., None] == jnp.arange(sizes.num_groups)[None, None]).any(axis=1)
+            is_used = (
+                group_ids[..., None] == jnp.arange(sizes.num_groups, dtype=group_ids.dtype)[None, None]
+            ).any(axis=1)
             ranks = jnp.where(is_used[..., None], groups, -jnp.inf).reshape(ranks.shape)
         expert_ids = jax.lax.top_k(ranks, sizes.num_used)[1]
         weights = jnp.take_along_axis(scores, expert_ids, axis=1)

@@ -187,7 +187,7 @@ def pyramid_budgets(num_keep: ArrayLike, num_layers: int, window: int, num_token
     most = jnp.minimum(2 * average - average / 20, held - recent)
     least = 2 * average - most
     # Alone, a layer is the average.
-    share = jnp.linspace(0, 1, num_layers)[None] if num_layers > 1 else 0.5
+    share = jnp.linspace(0, 1, num_layers, dtype=jnp.float32)[None] if num_layers > 1 else 0.5
     return jnp.round(recent + most + (least - most) * share).astype(jnp.int32)
 
 

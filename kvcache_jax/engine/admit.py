@@ -55,7 +55,7 @@ def admit(state: EngineState, options: Options) -> EngineState:
     is_computed = _is_computed(state, slots, prompts, hits, is_alone)
     required = jnp.stack(required_blocks(cache.control, prompts, hits, cache.config))
     required = jnp.where(is_alone, 2 * required, required)  # the row's, and those that are kept
-    growth = jnp.sum(needs(cache.control, state.num_wanted, cache.config).num_blocks, axis=1, dtype=jnp.int32)
+    growth = needs(cache.control, state.num_wanted, cache.config).of_all_rows
     num_reserved = jnp.array(options.num_reserved(cache), jnp.int32)
     num_idle, is_running = num_true(~cache.is_active), state.is_running.any()
     if parts is not None:  # the first request is worth more than parts that no row is given
@@ -215,7 +215,7 @@ def _fork_samples(state: EngineState) -> EngineState:
     )
     source = get_at(ready_row, requests.parent, max_seqs)
     is_sample = (state.phase == Phase.WAITING) & is_parent_pending(state) & (source < max_seqs)
-    growth = jnp.sum(needs(cache.control, state.num_wanted, cache.config).num_blocks, axis=1, dtype=jnp.int32)
+    growth = needs(cache.control, state.num_wanted, cache.config).of_all_rows
     most = jnp.min(num_available(cache.control) - growth)  # each soon wants a block
     nth_sample, _ = rank_true(is_sample)
     is_sample &= (nth_sample < num_true(~cache.is_active)) & (nth_sample < most)
@@ -241,7 +241,7 @@ def preempt(state: EngineState, options: Options) -> tuple[EngineState, jax.Arra
     """
     control, config = state.cache.control, state.cache.config
     wanted = (state.num_to_compute > 0).astype(jnp.int32)
-    is_short = (jnp.sum(needs(control, wanted, config).num_blocks, axis=1) > num_available(control)).any()
+    is_short = (needs(control, wanted, config).of_all_rows > num_available(control)).any()
     carry = state, jnp.zeros_like(state.is_ended)
     return run_if_due(is_short, lambda carry: _preempt(carry[0], wanted, is_short, options), carry)
 

@@ -75,8 +75,8 @@ def make_room_for(state: EngineState, num_blocks: jax.Array, ids: jax.Array, opt
 def make_room_for_next(state: EngineState, options: Options) -> EngineState:
     """Gives up kept parts where rows lack blocks for their next tokens: a row is worth more than they are."""
     control, config = state.cache.control, state.cache.config
-    lack = jnp.sum(needs(control, (state.num_to_compute > 0).astype(jnp.int32), config).num_blocks, axis=1)
-    num_blocks = jnp.where((lack > num_available(control)).any(), lack, 0).astype(jnp.int32)
+    lack = needs(control, (state.num_to_compute > 0).astype(jnp.int32), config).of_all_rows
+    num_blocks = jnp.where((lack > num_available(control)).any(), lack, 0)
     return make_room_for(state, num_blocks, jnp.zeros(0, jnp.int32), options)
 
 

@@ -220,7 +220,7 @@ def reserve_next(
     free = num_free(cache.control, cache.config)
     if options.num_drafts:
         # Drafts never cost a row its next token, nor another row a block in reach.
-        is_short = jnp.sum(needs(cache.control, num_new, config).num_blocks, axis=1) > free
+        is_short = needs(cache.control, num_new, config).of_all_rows > free
         num_new = jnp.where(is_short.any(), jnp.minimum(num_new, 1), num_new)
     need = needs(cache.control, num_new, config)
     fits = (jnp.cumsum(need.num_blocks, axis=1, dtype=jnp.int32) <= free[:, None]) | (need.num_blocks == 0)

@@ -66,7 +66,7 @@ def num_available(control: Control) -> jax.Array:
 def lacks(cache: Cache, num_new: jax.Array) -> jax.Array:
     """Tests whether rows lack free blocks, or must copy, for `num_new` i32[max_seqs] tokens, bool[]."""
     need, free = needs(cache.control, num_new, cache.config), num_free(cache.control, cache.config)
-    return (jnp.sum(need.num_blocks, axis=1) > free).any() | need.copies.any()
+    return (need.of_all_rows > free).any() | need.copies.any()
 
 
 def reserve(cache: Cache, num_new: jax.Array, max_new: int, kept_len: jax.Array | None = None) -> Cache:

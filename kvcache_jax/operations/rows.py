@@ -116,10 +116,15 @@ def num_blocks_for(num_tokens: jax.Array, block_size: int) -> jax.Array:
 
 
 class RowNeeds(NamedTuple):
-    """Blocks of one layer group that rows lack for their next tokens."""
+    """Blocks of one layer group, or of each, that rows lack for their next tokens."""
 
-    num_blocks: jax.Array  # i32[n], new blocks and copies
-    copies: jax.Array  # bool[n], the last block must be copied first
+    num_blocks: jax.Array  # i32[..., n], new blocks and copies
+    copies: jax.Array  # bool[..., n], the last block must be copied first
+
+    @property
+    def of_all_rows(self) -> jax.Array:
+        """i32[...], the blocks together."""
+        return jnp.sum(self.num_blocks, axis=-1, dtype=jnp.int32)
 
 
 def needs_of(

@@ -156,7 +156,8 @@ def _append(
 
             @pl.when((first + nth >= own) & (slot >= 0) & (slot < num_blocks * block_size))
             def _(nth=nth, slot=slot):
-                block, offset = first_block + lax.div(slot, block_size), lax.rem(slot, block_size)
+                size = jnp.int32(block_size)
+                block, offset = first_block + lax.div(slot, size), lax.rem(slot, size)
                 for smem, ref in zip(smems[:2], pool_refs[:2], strict=True):
                     plgpu.copy_smem_to_gmem(smem.at[nth], ref.at[block, :, offset])
                 if beside := list(zip(smems[2:], pool_refs[2:], strict=True)):

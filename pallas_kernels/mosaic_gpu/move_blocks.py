@@ -290,14 +290,14 @@ def _move(cut: _Cut, count, ends: _Ends, k_smem: Any = None, v_smem: Any = None,
     """Moves the blocks `nth < count` of all layers."""
     cta = lax.axis_index("cta")
     num_chunks = jnp.minimum(count, cut.num_ids) * (cut.num_layers * cut.chunks)
-    num_steps = lax.div(jnp.maximum(num_chunks - cta, 0) + (cut.num_ctas - 1), cut.num_ctas)
+    num_steps = lax.div(jnp.maximum(num_chunks - cta, 0) + (cut.num_ctas - 1), jnp.int32(cut.num_ctas))
 
     def place(step):
         """(layer, nth, chunk) of this CTA's step; chunks first, then layers: neighbours are neighbours."""
         nth_chunk = cta + step * cut.num_ctas
-        nth_block = lax.div(nth_chunk, cut.chunks)
-        layer, nth = lax.rem(nth_block, cut.num_layers), lax.div(nth_block, cut.num_layers)
-        return layer, nth, lax.rem(nth_chunk, cut.chunks)
+        nth_block = lax.div(nth_chunk, jnp.int32(cut.chunks))
+        num_layers, chunks = jnp.int32(cut.num_layers), jnp.int32(cut.chunks)
+        return lax.rem(nth_block, num_layers), lax.div(nth_block, num_layers), lax.rem(nth_chunk, chunks)
 
     def move_by_threads(step) -> None:
         """A thread has the same part of all chunks: it reads a source before it overwrites it later."""
@@ -346,7 +346,7 @@ def _move(cut: _Cut, count, ends: _Ends, k_smem: Any = None, v_smem: Any = None,
 
     @pl.loop(0, num_steps)
     def _(step):
-        slot = lax.rem(step, cut.stages)
+        slot = lax.rem(step, jnp.int32(cut.stages))
         layer, nth, chunk = place(step)
         plgpu.barrier_wait(barrier.at[slot])
         if cut.is_in_order:
@@ -372,7 +372,7 @@ def _move(cut: _Cut, count, ends: _Ends, k_smem: Any = None, v_smem: Any = None,
                 # Without writes of this step, the last two are of the step before.
                 pl.when(~is_written)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
             plgpu.wait_smem_to_gmem(2, wait_read_only=True)
-            fetch(later, lax.rem(later, cut.stages))
+            fetch(later, lax.rem(later, jnp.int32(cut.stages)))
 
     plgpu.wait_smem_to_gmem(0)
 

@@ -68,9 +68,16 @@ def pallas_call(kernel: Callable[..., None], *, interpret: bool, **options: Any)
     """`pl.pallas_call`; `interpret` runs it in the interpreter that looks for races.
 
     Under `vmap` the elements run one after the other: Pallas has no batched form of arrays that stay in HBM.
+    With `jax_enable_x64` the kernel counts in 32 bits all the same, by which alone a TPU finds its memory.
     """
     interpreter = pltpu.InterpretParams(detect_races=True, vector_clock_size=_CLOCKS) if interpret else False
-    return sequential_vmap(pl.pallas_call(kernel, interpret=interpreter, **options))
+    call = sequential_vmap(pl.pallas_call(kernel, interpret=interpreter, **options))
+
+    def of_32_bits(*arguments: jax.Array) -> Any:
+        with jax.enable_x64(False):
+            return call(*arguments)
+
+    return of_32_bits
 
 
 # Copies take random ones of that many clocks, less one for each device. With jax's default they share a

@@ -111,7 +111,7 @@ def test_what_is_no_argument_of_chunks_is_refused():
         (lambda: kv.chunks.evict(cache, 1, keep=0), r"keep has shape \(\), expected one integer per row"),
         (lambda: kv.chunks.evict(cache, 1, keep=None), "keep has dtype object, expected integers"),
         (lambda: kv.chunks.evict(cache, [0, [1]]), "num_places is no array .*, expected rows of one length"),
-        (lambda: kv.chunks.free(cache, jax.random.key(0)), "chunk_ids has dtype key<fry>, expected integers"),
+        (lambda: kv.chunks.free(cache, jax.random.key(0)), "chunk_ids has dtype key<fry>, expected numbers"),
         (lambda: kv.chunks.deviation(cache, 0, new, new, 3), "step is a int, expected the Step that extend"),
         (lambda: kv.chunks.select_tokens("first", 3, [1], max_select=4), "chunks is a int, expected what kv"),
         (lambda: select(is_token=None), r"is_token is object\[\], expected bool\[n, max_seq_len\]"),

@@ -3,7 +3,6 @@
 import inspect
 import pathlib
 import traceback
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +10,11 @@ import numpy as np
 import pytest
 
 import kvcache_jax as kv
+from kvcache_jax.tiers.stored_block import config_digest
+from tests.core.public_calls import CACHED, CACHED_CALLS, NEW, PLAIN, PLAIN_CALLS, SIZES, TOKENS
 
-SIZES: dict[str, Any] = dict(num_blocks=8, block_size=4, max_seqs=2, max_seq_len=16)
-PLAIN = kv.CacheConfig([kv.FullAttention(1, 5)], **SIZES)
-CACHED = kv.CacheConfig([kv.FullAttention(1, 5)], **SIZES, enable_prefix_caching=True)
-TOKENS, ROWS, NEW = np.ones((2, 4), np.int32), [0, 1], np.ones((2, 4, 1, 5), np.float32)
 STORE, WEIGHTS = kv.tiers.MemoryStore(), kv.tiers.digest("weights")
-TICKET = kv.tiers.Ticket("127.0.0.1", 1, "epoch", 0, WEIGHTS, "of another config")
+TICKET = kv.tiers.Ticket("127.0.0.1", 1, "epoch", 0, WEIGHTS, config_digest(CACHED))
 LIBRARY = pathlib.Path(kv.__file__).parent
 
 BAD = {
@@ -35,30 +32,6 @@ BAD = {
 }
 
 # name -> (function, arguments, those among its options that are tried too)
-PLAIN_CALLS = {
-    "free": (kv.free, [ROWS], {}),
-    "gather": (kv.gather, [0, 0], {}),
-    "num_blocks_needed": (kv.num_blocks_needed, [[1, 1]], dict(seq_ids=ROWS)),
-    "truncate": (kv.truncate, [ROWS, [1, 1]], {}),
-    "reorder": (kv.reorder, [ROWS, [1, 0]], {}),
-    "rewrite": (kv.rewrite, [ROWS, [[0], [0]]], {}),
-    "drop": (kv.compression.drop, [ROWS, [0, 0], [1, 1]], dict(positions="text", rotate=None)),
-    "preempt_to_utilization": (kv.preempt_to_utilization, [0.5], dict(policy="lru")),
-    "block_map": (kv.block_map, [], dict(group=None, color=False, width=20)),
-    "draw_block_map": (kv.inspect.draw_block_map, [], dict(group=0, ax=None)),
-}
-CACHED_CALLS = {
-    "allocate": (kv.allocate, [ROWS, [4, 4]], dict(tokens=TOKENS, namespace=None, priority=0, reuse=True)),
-    "extend": (kv.extend, [[4, 4]], dict(max_new=4, tokens=TOKENS)),
-    "append": (kv.append, [NEW[None], NEW[None], [4, 4]], dict(tokens=TOKENS)),
-    "commit": (kv.commit, [ROWS], dict(final_len=[1, 1])),
-    "lookup": (kv.lookup, [TOKENS, [4, 4]], dict(namespace=None)),
-    "evict": (kv.evict, [1], {}),
-    "scrub": (kv.scrub, [ROWS], dict(namespace=None)),
-    "explain": (kv.inspect.explain, [TOKENS[0]], {}),
-    "export_blocks": (kv.tiers.export_blocks, [[0]], {}),
-    "copy_prompts": (kv.tiers.copy_prompts, [kv.init(CACHED), [[1]]], {}),
-}
 MAKERS = {
     "load": (kv.tiers.load, [STORE, kv.init(CACHED)], dict(weights=WEIGHTS, prompts=[[1]])),
     "take": (kv.tiers.take, [TICKET, kv.init(CACHED), [1]], dict(weights=WEIGHTS)),
@@ -112,6 +85,7 @@ def test_what_is_no_value_is_refused_in_a_sentence(name):
     config, call, args, options = CALLS[name]
     caches = [] if config is None else [kv.init(config)]
     inspect.signature(call).bind(*caches, *args, **options)
+    assert caches or not refused(call, args, options)  # with caches `test_wide_numbers` calls them
     for bad in BAD.values():
         tried = [refused(call, [*caches, *args[:i], bad, *args[i + 1 :]], options) for i in range(len(args))]
         tried += [refused(call, [*caches, *args], options | {option: bad}) for option in options]
