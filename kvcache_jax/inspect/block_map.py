@@ -219,7 +219,7 @@ def draw_block_map(cache: Cache, ax: Any = None, group: int = 0) -> Any:
       TypeError, ValueError: as `block_map`.
     """
     try:
-        from matplotlib import axes, patches, pyplot, transforms
+        from matplotlib import patches, pyplot, transforms
     except ImportError as error:
         raise ImportError(
             "draw_block_map needs matplotlib, of the extra `pictures`: pip install 'kvcache_jax[pictures]'"
@@ -232,7 +232,7 @@ def draw_block_map(cache: Cache, ax: Any = None, group: int = 0) -> Any:
     if ax is None:
         size = (max(7, 0.3 * num_columns + 1), 0.3 * num_lines + 1.2)
         _, ax = pyplot.subplots(figsize=size, layout="constrained")
-    elif not isinstance(ax, axes.Axes):
+    elif not hasattr(ax, "get_position"):
         raise TypeError(f"ax is {ax!r}, expected Axes of matplotlib, or None")
     cell_points = 72 * ax.figure.get_figwidth() * ax.get_position().width / num_columns
     for block_id in range(num_cells):
