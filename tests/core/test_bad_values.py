@@ -36,7 +36,7 @@ MAKERS = {
     "load": (kv.tiers.load, [STORE, kv.init(CACHED)], dict(weights=WEIGHTS, prompts=[[1]])),
     "take": (kv.tiers.take, [TICKET, kv.init(CACHED), [1]], dict(weights=WEIGHTS)),
     "PeerStore": (kv.tiers.PeerStore, [TICKET], {}),
-    "Giver": (kv.tiers.Giver, [CACHED], dict(weights=WEIGHTS, host="no name", port=0)),
+    "Giver": (kv.tiers.Giver, [CACHED], dict(weights=WEIGHTS, host="192.0.2.1", port=0)),
     "ReplicaIndex.apply": (kv.processes.ReplicaIndex().apply, [[]], {}),
     "Placement": (kv.engine.Placement, [jax.make_mesh((2,), ("rows",))], dict(row_axis="rows")),
     "raise_for_status": (kv.raise_for_status, [[0]], {}),
