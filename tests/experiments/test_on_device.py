@@ -17,6 +17,7 @@ from experiments.on_device import comparison, contests, flashinfer_modules, part
 from experiments.on_device.cells import TINY, Cell, all_cells
 from experiments.on_device.comparison import absences, compare, show
 from experiments.on_device.contests import (
+    CASCADE,
     CHECKED,
     FAILED,
     MEASURED,
@@ -50,7 +51,7 @@ def test_all_of_speed_runs_interpreted(capsys):
     contests = {line["name"]: line for line in lines if "sides" in line}
     assert list(contests) == lines[0]["names"]
     status = {(name, side["side"]): side for name, each in contests.items() for side in each["sides"]}
-    assert {side for _, side in status} | {XLA_ATTENTION} == set(SIDES)
+    assert {side for _, side in status} | {CASCADE, XLA_ATTENTION} == set(SIDES)
     checked = {where for where, side in status.items() if side["status"] == CHECKED}
     tiny = [cell.name for cell in TINY]
     moves = ["append 3 tokens", "append_scaled 3 tokens"]
