@@ -111,7 +111,7 @@ def split_as(array: jax.Array, values: jax.Array) -> jax.Array:
 
 
 def split_alone(array: jax.Array, position: int, axis: str | None, values: jax.Array) -> jax.Array:
-    """Splits one axis of an array over a mesh axis, None for none, where the types of `values` or it tell."""
+    """Splits one axis of an array over a mesh axis, or over none, if types of the two name a mesh."""
     meshes = [jax.typeof(x).sharding.mesh for x in (array, values) if any(jax.typeof(x).sharding.spec)]
     if not meshes:
         return array

@@ -73,7 +73,7 @@ def recurrence(
     pools = tuple(cache.pools[g] for g in groups)
     plan, slots = step.plans[place.group_id], step.slots[place.group_id]
     note_call(plan, config.groups[place.group_id], place.layer, layer)
-    new, weights = (arguments.jax_arrays(*x) for x in (("new", dict(new)), ("weights", weights)))
+    new, weights = arguments.jax_arrays("new", dict(new)), arguments.jax_arrays("weights", weights)
     pools, (new, weights) = storage.refuse_derivatives(config.groups[place.group_id], (pools, (new, weights)))
     pools, out = _advance(config, groups, pools, place.layer, new, weights, plan, slots)
     for g, pool in zip(groups, pools, strict=True):

@@ -207,7 +207,7 @@ def _rotated(tile: jax.Array, distance: jax.Array, rotate: Rotate) -> jax.Array:
     rotated = _rotate(rotate, keys.astype(jnp.float32), distance)
     shape = getattr(rotated, "shape", None)
     if shape != keys.shape:
-        raise ValueError(f"rotate returned shape {shape}, expected that of its keys, {keys.shape}")
+        raise ValueError(f"rotate returned shape {shape}, expected {keys.shape} as its keys have")
     stays = (distance == 0)[..., None, None]
     return jnp.moveaxis(jnp.where(stays, keys, rotated.astype(keys.dtype)), 2, 0)
 

@@ -145,7 +145,7 @@ def future_queries(
         positions = position + jnp.arange(num_future, dtype=jnp.int32)
         turned = rotate(axes := jnp.broadcast_to(unit, (num_future, *unit.shape)), positions)
         if (shape := getattr(turned, "shape", None)) != axes.shape:
-            raise ValueError(f"rotate returned shape {shape}, expected that of its queries, {axes.shape}")
+            raise ValueError(f"rotate returned shape {shape}, expected {axes.shape} as its queries have")
         return turned.mean(axis=0).astype(jnp.float32)  # its rows are the rotated axes
 
     matrix = jax.vmap(average)(next_position)

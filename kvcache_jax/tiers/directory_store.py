@@ -49,7 +49,7 @@ class DirectoryStore:
         self, path: str | os.PathLike[str], *, max_bytes: int | None = None, is_synced: bool = False
     ):
         if not isinstance(path, str | os.PathLike):
-            raise TypeError(f"path is {path!r}, expected a folder's")
+            raise TypeError(f"path is {path!r}, expected the path of a folder")
         self.path = pathlib.Path(path)
         self.max_bytes = checked_limit(max_bytes)
         self.is_synced = is_synced

@@ -14,6 +14,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from kvcache_jax.arrays.number_checks import finite_number
+from kvcache_jax.core import token_arguments
 from kvcache_jax.core.state import Cache
 from kvcache_jax.tiers.block_store import Data, checked_key
 from kvcache_jax.tiers.catalogue import StoreReport
@@ -196,6 +197,7 @@ def take(
     """
     ticket = as_ticket(ticket)
     require_stored("take", cache)
+    prompt = token_arguments.host_tokens("prompt", prompt)
     for what, given, own in (
         ("weights", ticket.weights, checked_weights(weights)),
         ("config", ticket.config, config_digest(cache.config)),

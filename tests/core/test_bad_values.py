@@ -89,4 +89,4 @@ def test_what_is_no_value_is_refused_in_a_sentence(name):
     for bad in BAD.values():
         tried = [refused(call, [*caches, *args[:i], bad, *args[i + 1 :]], options) for i in range(len(args))]
         tried += [refused(call, [*caches, *args], options | {option: bad}) for option in options]
-        assert any(tried)
+        assert all(tried) if bad is BAD["an object"] else any(tried)

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import kvcache_jax as kv
@@ -91,3 +92,22 @@ def test_the_engines_program_is_made(options):
     config = make(FULL, WINDOW, max_query_len=8)
     params = jnp.ones((8, 8), jnp.float32)
     assert made(lambda: kv.Engine(model, params, config, token_budget=12, **options).lower())
+
+
+@pytest.mark.slow
+def test_loops_and_the_engine_say_the_same():
+    config = make(FULL, WINDOW, max_query_len=8)
+    params = jax.random.normal(jax.random.key(0), (8, 8), jnp.float32)
+    prompts, sampling = [[1, 2, 3, 4, 5], [7]], kv.decoding.SamplingParams(0.9, top_p=0.9, seed=3)
+
+    def said():
+        sizes: dict[str, Any] = dict(max_new_tokens=6, sampling=sampling)
+        found = kv.generate(model, params, prompts, config, **sizes)
+        scores = kv.score(model, params, prompts[0], [[6, 5], [0]], config)
+        engine = kv.Engine(model, params, config, token_budget=12)
+        engine.push([kv.GenerationRequest(prompt, **sizes) for prompt in prompts])
+        events = [(event.id, event.tokens, event.logprobs) for event in engine]
+        return [(each.tokens, each.logprobs) for each in found.generations], scores.logprobs, events
+
+    found, expected = made(said), said()
+    assert jax.tree.all(jax.tree.map(np.array_equal, found, expected)) and len(found[2]) > 1

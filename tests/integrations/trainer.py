@@ -113,6 +113,16 @@ def forward(params, tokens, cache, step):
     return model.embed.attend(x + out.reshape(x.shape)), cache
 
 
+def check_refused(rollout: Rollout, prompt: str, config: RolloutConfig, said: str) -> None:
+    """Checks that a prompt without room is refused in a sentence."""
+    try:
+        rollout.generate([prompt], config)
+    except ValueError as refused:
+        assert said in str(refused), refused
+    else:
+        raise SystemExit(f"got an answer, expected: {said}")
+
+
 def check_own_forward() -> None:
     """Compares answers of a model with a forward of its own, greedy and drawn, with `generate`."""
     sizes = kv.CacheConfig([kv.FullAttention(2, 8)], max_seqs=4, max_seq_len=64)
@@ -132,20 +142,10 @@ def check_own_forward() -> None:
     assert answers[0] == answers[1] and len({*answers[0]}) > 1
     other = rollout.generate(["abc"] * 4, dataclasses.replace(drawn, seed=None)).text
     assert other != answers[0] != rollout.generate(["abc"] * 4, dataclasses.replace(drawn, seed=None)).text
-    try:
-        rollout.generate(["a" * 60], greedy)
-    except ValueError as refused:
-        assert "expected at most max_seq_len + 1 = 65" in str(refused), refused
-    else:
-        raise SystemExit("got an answer that is longer than a row")
+    check_refused(rollout, "a" * 60, greedy, "expected at most max_seq_len + 1 = 65")
     small = dataclasses.replace(sizes, num_blocks=1, block_size=16)
     rollout = Rollout(model, tokenizer, None, greedy, forward=forward, cache_config=small)
-    try:
-        rollout.generate(["a" * 20], greedy)
-    except ValueError as refused:
-        assert "a prompt of 21 tokens and its answer need more blocks" in str(refused), refused
-    else:
-        raise SystemExit("got an answer that the cache has no blocks for")
+    check_refused(rollout, "a" * 20, greedy, "a prompt of 21 tokens and its answer need more blocks")
     for wrong, named in (
         ({"forward": forward}, "expected both, or neither"),
         (
