@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 def on_interrupt(handler: Callable[..., object]) -> None:
-    """Has Ctrl-C call `handler`, unless whoever started this process has it ignored."""
+    """Has Ctrl-C call `handler`, unless the starter of this process has it ignored."""
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, handler)
 

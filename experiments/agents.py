@@ -68,7 +68,7 @@ class Turn(NamedTuple):
 
 
 class _Answer(NamedTuple):
-    """An answer behind reasoning: `start` and `length` in tokens of the history."""
+    """An answer after reasoning: `start` and `length` in tokens of the history."""
 
     name: int
     start: int
@@ -250,7 +250,7 @@ def replay(
 ) -> dict[str, Any]:
     """Counts the tokens that all turns compute with a policy and a pool of `num_blocks` blocks.
 
-    Answers behind dropped reasoning are kept if it `keeps` them.
+    Answers after dropped reasoning are kept if it `keeps` them.
     """
     extras: list[Any] = [kv.chunks.Store(NUM_ANSWERS, MOST_ANSWER)] if keeps else []
     if policy != "lru":
@@ -283,7 +283,7 @@ def replay(
     num_cached = BLOCK * np.asarray(found["num_hits"])
     is_lost = np.array([turn.before.start for turn in turns]) >= num_cached
     cost = np.where(is_lost, columns["before_len"], 0)  # of the answer before, computed again
-    # What it lacks are its last token, and those behind the longest that is kept.
+    # What it lacks are its last token, and those after the longest that is kept.
     kept = np.clip(columns["before_len"] - 1, 0, MOST_ANSWER * BLOCK)
     saved = np.where(is_lost & np.asarray(found["is_kept"]), kept - np.ceil(AGAIN * kept), 0).astype(int)
     computed = prompt_len - num_cached - saved

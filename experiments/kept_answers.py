@@ -19,9 +19,9 @@ AGAIN = 0.2
 
 
 def quality(decoder: Decoder) -> dict[str, float]:
-    """Measures the KL divergence to predictions behind an answer that is computed again, nats a byte.
+    """Measures the KL divergence to predictions after an answer that is computed again, nats a byte.
 
-    Of predictions behind one that is kept, with a fifth of it computed again, and with none.
+    Of predictions after one that is kept, with a fifth of it computed again, and with none.
     """
     lens = np.array([320, 160, 160, 160])
     pieces = held_out_windows(12, 2500, int(lens.sum()))
@@ -47,7 +47,7 @@ def quality(decoder: Decoder) -> dict[str, float]:
 
 
 def read_all(decoder: Decoder, cache: kv.Cache, *texts: np.ndarray) -> tuple[kv.Cache, np.ndarray]:
-    """Appends texts i32[n, T] to rows; returns the log-probabilities behind the tokens of the last, too."""
+    """Appends texts i32[n, T] to rows; returns the log-probabilities after the tokens of the last, too."""
     log_p = np.zeros(0)
     for text in texts:
         cache, found = read(decoder, cache, text)

@@ -49,7 +49,7 @@ WINDOW, DENSE_LEN = 512, 8192
 
 
 def read_text(length: int) -> np.ndarray:
-    """i32[length + 1], held-out files one behind the other."""
+    """i32[length + 1], held-out files one after the other."""
     data = b"".join(corpus.with_end(file) for file in corpus.held_out_files().values())
     if len(data) <= length:
         raise ValueError(f"the held-out files have {len(data)} bytes, expected more than {length}")
@@ -88,7 +88,7 @@ class Side:
 
 
 def streaming_side(streaming: kv.compression.Streaming, rotate: tuple[Rotate, ...] | None = None) -> Side:
-    """A row that streams, in a cache whose blocks are those of its sinks, window and step, and two more."""
+    """A row that streams, in a cache whose blocks hold its sinks, window and step, and two are left."""
     kept = streaming.num_sink_tokens + streaming.window + STEP_LEN
     max_seq_len = (-(-kept // BLOCK_SIZE) + 2) * BLOCK_SIZE
     name = f"{streaming.num_sink_tokens} + {streaming.window}"
@@ -154,14 +154,14 @@ def _bits(logits: jax.Array, targets: jax.Array) -> jax.Array:
 def masked_bits(
     decoder: Decoder, text: np.ndarray, streaming: kv.compression.Streaming, start: int, end: int
 ) -> np.ndarray:
-    """Bits f32[end - start] of the bytes behind `start` to `end`, by a mask over all tokens and no cache.
+    """Bits f32[end - start] of the bytes after `start` to `end`, by a mask over all tokens and no cache.
 
     What a layer computes of a token depends on a window of the layer below. So of the text before `start` the
     sinks and a window per layer count, and nothing else is computed.
     """
     num_sinks, window = streaming.num_sink_tokens, streaming.window
     first = max(num_sinks, start - decoder.config.num_layers * window)
-    num_more = -(num_sinks + end - first) % window  # whole runs of queries; nobody sees what comes last
+    num_more = -(num_sinks + end - first) % window  # whole runs of queries; no query sees what comes last
     positions = np.concatenate([np.arange(num_sinks), np.arange(first, end + num_more)]).astype(np.int32)
     tokens, targets = (text[np.minimum(places, end)] for places in (positions, positions + 1))
     bits = _masked_bits(decoder, tokens, targets, positions, streaming)
@@ -195,7 +195,7 @@ def windowed_attention(
     """
     num_sinks, window = streaming.num_sink_tokens, streaming.window
     group_size, scale = q.shape[1] // k.shape[1], 1 / math.sqrt(q.shape[-1])
-    # In front of the first run stand keys that nobody sees; the sinks stand in front of each.
+    # In front of the first run are keys that no query sees; the sinks are in front of each.
     padded = [jnp.pad(x, ((window, 0), (0, 0), (0, 0))) for x in (k, v)]
     places = jnp.pad(positions, (window, 0), constant_values=-1)
 

@@ -158,7 +158,7 @@ def save(folder: str | os.PathLike[str], decoder: Decoder, tokenizer: Tokenizer 
 def load_config(
     folder: str | os.PathLike[str], *, dtype: Any = None, param_dtype: Any = None
 ) -> DecoderConfig:
-    """Reads config.json alone; arguments and errors are those of `load`."""
+    """Reads config.json alone; arguments and errors are `load`'s."""
     return read_config(pathlib.Path(folder) / _CONFIG, dtype, param_dtype)
 
 
@@ -225,7 +225,7 @@ class _Source(NamedTuple):
     """Where the files have a leaf of `Decoder`.
 
     Attributes:
-      tensors: Names by their places in the leaf: those of layers and experts that are stacked in it, and of
+      tensors: Names by their places in the leaf, of the layers and experts that are stacked in it, and of
         tensors that have a share of its outputs each.
       shape: Of a tensor, where it has no other outputs.
       is_transposed: Stored `[out, in]`.
@@ -293,7 +293,7 @@ def _source(decoder: Decoder, names: Names, path: tuple[Any, ...], shape: tuple[
 
 
 def _file_shapes(sources: list[_Source]) -> dict[str, tuple[int, ...]]:
-    """The shapes of tensors by name; the outputs of one are those of all leaves that share it."""
+    """The shapes of tensors by name; one has the outputs of all leaves that share it."""
     names = [(source, name) for source in sources for name in source.tensors.values()]
     num_outputs = collections.Counter()
     for source, name in names:

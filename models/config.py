@@ -140,7 +140,7 @@ class DecoderConfig:
       has_split_layers: Whether a layer is a mixer or an MLP, None in `mixers`, but not both (Nemotron-H).
       rope: The rotations; None for keys and queries that are not rotated.
       rotated: Per layer whether it has rotations (SmolLM 3); empty if all layers have them.
-      window_rope: Those of layers with a window, where they differ (Gemma 3); else None.
+      window_rope: The same of layers with a window, where they differ (Gemma 3); else None.
       latents: Multi-head latent attention (DeepSeek); None for keys and values of their own.
       experts: Mixtures of experts in place of later layers' MLPs (DeepSeek); None for MLPs everywhere.
       norm_eps: Added to the mean square in every norm.
@@ -161,7 +161,7 @@ class DecoderConfig:
       attention_scale: Multiplies the logits of attention; None for `head_dim ** -0.5`.
       attention_soft_cap: Bounds the logits of attention (Gemma 2): `cap * tanh(logits / cap)`.
       logits_divisor: Divides the logits of tokens (Granite).
-      final_soft_cap: Bounds the logits of tokens as those of attention.
+      final_soft_cap: Bounds the logits of tokens in the same way (Gemma 2).
       tie_embeddings: Logits come from the token embedding, not from a matrix of their own.
       dtype: Of the computation, float32 or bfloat16. Norms, rotations and logits are float32 inside.
       param_dtype: Of the parameters, float32 or bfloat16.
@@ -317,7 +317,7 @@ class DecoderConfig:
 
     @property
     def stacks(self) -> tuple[tuple[int, ...], ...]:
-        """The layers of each stack: those of a run that consist of the same."""
+        """The layers of each stack: all layers of a run that consist of the same."""
         of_layer = self.layer_parts
         return tuple(
             tuple(layer for layer in run.layer_ids if of_layer[layer] == parts)

@@ -160,7 +160,7 @@ class Decoder(nnx.Module):
 
 
 def rotations(config: DecoderConfig, positions: jax.Array) -> list[Rotation | None]:
-    """Computes the angles of each layer, those of equal rotations once; None where none is rotated."""
+    """Computes the angles of each layer, of equal rotations once; None where none is rotated."""
     of_rope = {rope: rotation(rope, config.rope_dim, positions) for rope in dict.fromkeys(config.layer_ropes)}
     return [of_rope[rope] for rope in config.layer_ropes]
 
@@ -233,7 +233,7 @@ def _new_stack(config: DecoderConfig, rngs: nnx.Rngs, layer_ids: tuple[int, ...]
 def _compute(
     decoder: Decoder, run: Run, x: jax.Array, cache: kv.Cache, step: kv.Step, turns: list[Rotation | None]
 ) -> tuple[jax.Array, kv.Cache]:
-    """Puts `x` through the stacked layers of a run, a period at a time; `turns` are those of a period."""
+    """Puts `x` through the stacked layers of a run, a period at a time; `turns` are a period's."""
     cache_layers = [decoder.config.cache_layers[layer] for layer in run.layer_ids]
     places = [cache.config.locate(layer) if layer is not None else (None, 0) for layer in cache_layers]
     group_ids = [group_id for group_id, _ in places[: run.period]]  # None of an MLP alone

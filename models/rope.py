@@ -125,7 +125,7 @@ class YarnScaling:
         return self.length(1)
 
     def scaled(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
-        """Divides those of slow pairs by the factor."""
+        """Divides the frequencies of slow pairs by the factor."""
         dim = 2 * len(frequencies)
 
         def pair_that_turns(num_turns: float) -> float:

@@ -27,11 +27,12 @@ NO_VERBS = {
 }
 # The docstring of a class or module begins with a noun, and with none of these.
 NO_NOUNS = {"Does", "How", "That", "They", "This", "Those", "What", "Where", "Which", "Who", "Whose", "Why"}
-# Words that hide the subject or the noun, in docstrings and comments; what to write is beside each.
+ROOMS = "kvcache_jax", "pallas_kernels", "models", "experiments"
+# Words that hide the subject or the noun, in docstrings, comments and messages; what to write is beside each.
 RIDDLES = {
     r"\b(nobody|whoever|anybody)\b": "no row, any caller",
     r"\bbehind\b": "after",
-    r"\bstands\b|\bstand there\b": "is, is stored",
+    r"\bstands\b(?! for\b)|\bstand there\b": "is, is stored",
 }
 NOUN_LEFT_OUT = r"\b(those|that) of\b"
 LEAST_COMMENTS = 0.015
@@ -158,13 +159,27 @@ def test_a_docstring_that_begins_with_no_noun_is_found():
 
 
 def docstrings_of(source: str) -> dict[int, str]:
-    """Reads the docstrings of modules, classes and functions, by the line on which each begins."""
-    found = {}
-    for node in ast.walk(ast.parse(source)):
-        is_documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-        if is_documented and (text := ast.get_docstring(node)):
-            found[node.body[0].lineno] = text
-    return found
+    """Reads the docstrings, also the attributes' own, by the line on which each begins."""
+    return {
+        node.lineno: inspect.cleandoc(node.value.value)
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    }
+
+
+def messages_of(source: str) -> dict[int, str]:
+    """Reads the other strings that have words, by line: what callers are told."""
+    docstrings = docstrings_of(source)
+    return {
+        node.lineno: node.value
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and " " in node.value
+        and node.lineno not in docstrings
+    }
 
 
 def comments_of(source: str) -> dict[int, str]:
@@ -179,19 +194,26 @@ def comments_of(source: str) -> dict[int, str]:
     return found
 
 
+def hidden_subjects(file: str, texts: dict[int, str]) -> list[str]:
+    """Lists the words of texts, by line, that leave a subject or a place to be guessed."""
+    return [
+        f"{file}:{line} {match[0]}, expected {better}"
+        for line, text in texts.items()
+        for pattern, better in RIDDLES.items()
+        for match in re.finditer(pattern, text, re.IGNORECASE)
+    ]
+
+
 def riddles(file: str, source: str) -> list[str]:
     """Lists the words of a file's docstrings and comments that leave a subject or a noun to be guessed."""
     found = []
-    for line, text in [*docstrings_of(source).items(), *comments_of(source).items()]:
-        found += [
-            f"{file}:{line} {match[0]}, expected {better}"
-            for pattern, better in RIDDLES.items()
-            for match in re.finditer(pattern, text, re.IGNORECASE)
-        ]
-        first_line = text.split("\n")[0]
-        starts = re.findall(rf"(?:^|[.:!?]\s+){NOUN_LEFT_OUT}", text, re.IGNORECASE)
-        if starts or re.search(NOUN_LEFT_OUT, first_line, re.IGNORECASE):
-            found.append(f"{file}:{line} those of, that of: expected the noun again")
+    for texts in (docstrings_of(source), comments_of(source)):
+        found += hidden_subjects(file, texts)
+        for line, text in texts.items():
+            first_line = text.split("\n")[0]
+            starts = re.findall(rf"(?:^|[.:!?]\s+){NOUN_LEFT_OUT}", text, re.IGNORECASE)
+            if starts or re.search(NOUN_LEFT_OUT, first_line, re.IGNORECASE):
+                found.append(f"{file}:{line} those of, that of: expected the noun again")
     return found
 
 
@@ -211,11 +233,23 @@ def comment_lines(source: str) -> tuple[int, int]:
     return len(comments - code), len(code - docstrings)
 
 
-def test_docstrings_and_comments_name_their_nouns():
+def test_docstrings_comments_and_messages_name_their_nouns():
     found = []
-    for path in sorted((ROOT / "kvcache_jax").rglob("*.py")):
-        found += riddles(path.relative_to(ROOT).as_posix(), path.read_text())
+    for room in ROOMS:
+        for path in sorted((ROOT / room).rglob("*.py")):
+            file, source = path.relative_to(ROOT).as_posix(), path.read_text()
+            found += riddles(file, source)
+            if room == "kvcache_jax":
+                found += hidden_subjects(file, messages_of(source))
     assert not found, "\n".join(found)
+
+
+def test_a_hidden_subject_of_a_message_is_found():
+    source = (
+        'def f(x):\n    """Says nobody."""\n    raise ValueError(\n        f"{x} is what nobody holds"\n    )'
+    )
+    found = hidden_subjects("a.py", messages_of(source))
+    assert found == ["a.py:4 nobody, expected no row, any caller"]
 
 
 @pytest.mark.parametrize(

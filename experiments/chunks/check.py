@@ -1,8 +1,8 @@
 """The gate for composed prompts: any checkpoint and one's own prompts, beside full prefill.
 
-Prompts are lines of JSON, `{"chunks": ["a passage", ...], "question": "what stands behind them"}`. Passages
-and questions are tokenised apart, so that a passage has the same tokens wherever it stands. What follows each
-token of the question is predicted and compared: with the answer behind it, that of the answer too.
+Prompts are lines of JSON, `{"chunks": ["a passage", ...], "question": "what comes after them"}`. Passages
+and questions are tokenised apart, so that a passage has the same tokens at every place. What follows each
+token of the question is predicted and compared: with the answer after it, that of the answer too.
 """
 
 import json
@@ -64,7 +64,7 @@ def _prompt(name: str, line: str, tokenizer: Tokenizer) -> Prompt:
         raise InputError(f"{name} is no prompt ({error!r}), {wanted}") from None
     if len(texts) < 2 or not all(isinstance(text, str) and text for text in texts):
         raise InputError(f"{name} is {line[:80]!r}, {wanted}")
-    first = tokenizer.encode("")  # what stands in front of a whole prompt, and of no later passage
+    first = tokenizer.encode("")  # what is in front of a whole prompt, and of no later passage
     tokens = [tokenizer.encode(text) for text in texts]
     if first and all(x[: len(first)] == first for x in tokens):
         tokens = [tokens[0], *(x[len(first) :] for x in tokens[1:])]

@@ -50,7 +50,7 @@ class Study:
         return rows.composed(self.stored, self.chunk_ids, self.prompts.starts, rotate)
 
     def log_p(self, cache: kv.Cache) -> np.ndarray:
-        """Log-probabilities of what follows each token of the question, behind the rows of a cache."""
+        """Log-probabilities of what follows each token of the question, after the rows of a cache."""
         return np.asarray(rows.read(self.decoder, cache, self.prompts.question)[1], np.float64)
 
     def kl(self, cache: kv.Cache) -> np.ndarray:
@@ -90,7 +90,7 @@ class Study:
         return jnp.stack(found).sum(axis=0)
 
     def _attention_elsewhere(self) -> np.ndarray:
-        """What passages gave when they were met before: in the other order, behind one of another file."""
+        """What passages gave when they were met before: in the other order, after one of another file."""
         chunks = self.prompts.chunks
         passages = np.concatenate([self.prompts.others[:, None], chunks[:, :0:-1]], axis=1)
         met = np.array(self._attention(self._prefilled(passages), passages))

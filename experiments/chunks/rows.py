@@ -182,7 +182,7 @@ def deviations(
 ) -> tuple[jax.Array, jax.Array]:
     """Computes how far stored keys and values of the second layer are from new ones, f32[n, max_seq_len].
 
-    Those of the first layer depend on the token and its position alone, and so are right in composed rows;
+    In the first layer they depend on the token and its position alone, and so are right in composed rows;
     new ones of the second need the first layer of all tokens i32[n, S]. The rows do not change.
     """
     cache, step = kv.rewrite(cache, jnp.arange(len(places)), places)
@@ -192,7 +192,7 @@ def deviations(
         if layer == 0:
             return _attended(cache, layer, q, step)
         found.append(kv.chunks.deviation(cache, layer, k, v, step)[1])
-        return q  # nobody reads the result
+        return q  # the result is not read
 
     unstacked = dense_decoder.unstacked(decoder)
     two_layers = dense_decoder.Unstacked(unstacked.decoder, unstacked.layers[:2])

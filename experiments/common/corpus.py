@@ -1,7 +1,7 @@
 """The text that the small model is trained on: the source of Python's standard library, as bytes.
 
 It is on every machine, and differs a little between versions of Python: what a record says holds for the
-version that it names. Every file stands behind an `END`, a byte that source does not have.
+version that it names. Every file comes after an `END`, a byte that source does not have.
 """
 
 import functools
@@ -63,7 +63,7 @@ def training_files() -> list[str]:
 
 @functools.cache
 def training_bytes() -> np.ndarray:
-    """u8[n], the training files, each behind an `END`."""
+    """u8[n], the training files, each after an `END`."""
     return np.frombuffer(
         b"".join(with_end((folder() / name).read_bytes()) for name in training_files()), np.uint8
     )

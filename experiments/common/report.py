@@ -77,7 +77,7 @@ def figure(
     Args:
       size: Inches.
       *shape: Rows and columns of the panels, which the function is given row by row.
-      grid: The axis of the grids behind what is drawn, or one for each panel.
+      grid: The axis of the grids under what is drawn, or one for each panel.
       dpi: Dots per inch.
       **options: Of matplotlib's `Figure.subplots`.
     """

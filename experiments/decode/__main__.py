@@ -107,7 +107,7 @@ def _check_memory(options: argparse.Namespace, config: kv.CacheConfig, decoder: 
 
 
 def _free_bytes() -> int | None:
-    """Memory that the default device can still give; None where nobody tells."""
+    """Memory that the default device can still give; None where the device does not tell."""
     figures = jax.local_devices()[0].memory_stats()
     if figures and "bytes_limit" in figures:
         return figures["bytes_limit"] - figures["bytes_in_use"]

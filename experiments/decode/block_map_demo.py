@@ -47,7 +47,7 @@ STEPS = (
         "cache, status = kv.fork(cache, [0, 0], [2, 3])",
     ),
     Step(
-        "Row 2 writes: it gets its own copy of the half-filled block 2, and a new block behind it.",
+        "Row 2 writes: it gets its own copy of the half-filled block 2, and a new block after it.",
         "cache, step = append(cache, *words({2: 'with big eyes'}))",
     ),
     Step(

@@ -168,7 +168,7 @@ class LiveView(TextView):
 
     def __enter__(self) -> View:
         super().__enter__()
-        self.live.__enter__()  # what is printed from here on stands above
+        self.live.__enter__()  # what is printed from here on is above
         return self
 
     def __exit__(self, *error) -> None:
@@ -199,7 +199,7 @@ class LiveView(TextView):
 
 
 def make_view(*args: Any, num_blocks: int) -> View:
-    """Live in a terminal that can, plain elsewhere; arguments are those of `TextView` and `LiveView`."""
+    """Live in a terminal that can, plain elsewhere; arguments are `TextView`'s and `LiveView`'s."""
     if sys.stdout.isatty():
         with contextlib.suppress(ImportError):
             view = LiveView(*args, num_blocks=num_blocks)

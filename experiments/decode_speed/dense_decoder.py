@@ -1,6 +1,6 @@
 """The decoder without a paged cache: on dense static arrays, and on none. What `decode_speed` compares with.
 
-The layers are those of `models.decoder`; only what stands between a layer's queries, keys and values and its
+The layers are those of `models.decoder`; only what is between a layer's queries, keys and values and its
 output differs, and that is a function here.
 """
 
@@ -42,7 +42,7 @@ _OPTIONS = (
 
 
 def missing_option(config: DecoderConfig) -> str | None:
-    """An option that the model has and what stands here does not; None where all is here."""
+    """An option that the model has and the layers here do not; None where all is here."""
     defaults = {field.name: field.default for field in dataclasses.fields(config)}
     return next((name for name in _OPTIONS if getattr(config, name) != defaults[name]), None)
 
@@ -103,7 +103,7 @@ def dense_step(
 
 
 def recomputed_logits(decoder: Decoder | Unstacked, tokens: jax.Array, context_len: jax.Array) -> jax.Array:
-    """Logits f32[b, vocab_size] behind the last token of each row, i32[b, max_seq_len], from nothing."""
+    """Logits f32[b, vocab_size] after the last token of each row, i32[b, max_seq_len], from nothing."""
 
     def of_row(row: tuple[jax.Array, jax.Array]) -> jax.Array:
         tokens, length = row

@@ -78,7 +78,7 @@ class Results:
         return self._by_id[request_id]
 
     def add(self, result: dict[str, Any]) -> None:
-        """Keeps a result, whose `id` none has; behind this no kill loses it."""
+        """Keeps a result, whose `id` none has; after this no kill loses it."""
         assert result["id"] not in self._by_id
         self._by_id[result["id"]] = result
         if self._path is not None:
@@ -130,7 +130,7 @@ class Scorer:
 
 
 def num_computed(context: bytes, choices: Sequence[bytes]) -> int:
-    """Counts the tokens that are computed where nothing is cached: nothing is asked behind a choice."""
+    """Counts the tokens that are computed where nothing is cached: nothing is asked after a choice."""
     return len(context) + sum(len(choice) - 1 for choice in choices)
 
 
@@ -140,7 +140,7 @@ def evaluate(
     """Scores what has no result yet, one item after the other; yields each result when it is kept.
 
     The first `num_compared` items of a task are scored twice more: without the prefix cache, and each choice
-    by itself behind the whole context, as one would without sharing.
+    by itself after the whole context, as one would without sharing.
     """
     waiting = [
         (task, i, item) for task in tasks for i, item in enumerate(task.items) if item.id not in results

@@ -1,7 +1,7 @@
 """Items: a context, and choices of which one belongs to it.
 
 An item's context is its task's prefix and what the item adds to it. The prefix fills whole blocks, and the
-first block behind it holds the item's number: an item shares the prefix with others, and nothing else. So
+first block after it holds the item's number: an item shares the prefix with others, and nothing else. So
 what is computed for an item does not depend on which items came before it, or whether any did.
 """
 
@@ -45,7 +45,7 @@ class Task(NamedTuple):
 
 
 def grade_school(folder: Path, num: int, seed: int) -> Task:
-    """Questions of GSM8K behind eight worked ones; choices are worked answers, three of other questions."""
+    """Questions of GSM8K after eight worked ones; choices are worked answers, three of other questions."""
     pairs = gsm8k(folder)
     numbered = [Pair(f"{{}}\nQuestion: {ask}\nAnswer:", f" {answer}\n") for ask, answer in pairs[NUM_SHOTS:]]
     return _task("8-shot GSM8K", shots_of(pairs), numbered, "No. {}", num, seed, folder / GSM8K)
@@ -58,7 +58,7 @@ def programs(folder: Path, num: int, seed: int) -> Task:
 
 
 def source(num: int, seed: int, prefix_len: int = 1024, own_len: int = 160, choice_len: int = 48) -> Task:
-    """Pieces of held-out source behind a common one; choices are what follows this piece, and others."""
+    """Pieces of held-out source after a common one; choices are what follows this piece, and others."""
     text = b"".join(held_out_files().values()).decode("latin-1")
     starts = np.random.default_rng([seed, 3]).integers(prefix_len, len(text) - own_len - choice_len, 4 * num)
     pieces = [text[start : start + own_len + choice_len] for start in starts]

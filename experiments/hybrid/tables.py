@@ -23,7 +23,7 @@ NUM_LAYERS = 6
 Params = dict[str, Any]
 BLOCK_SIZE = 16
 MAX_LEN = 2304
-PIECE_LEN = 128  # tokens of a step; a snapshot at every block is published behind each
+PIECE_LEN = 128  # tokens of a step; a snapshot at every block is published after each
 SAVED = "junctions and ends, by tokens saved"
 
 
@@ -224,7 +224,7 @@ def _serve(
     """Serves tokens i32[1, MAX_LEN], prompt and answer, in row 0; commits and frees it.
 
     Returns the cache, status i32[1], the tokens found i32[1], the row's blocks i32[columns], and the best
-    token behind each computed one, i32[MAX_LEN].
+    token after each computed one, i32[MAX_LEN].
     """
     cache, admission = kv.allocate(cache, [0], jnp.asarray(num_prompt)[None], tokens=tokens)
     padded = jnp.pad(tokens, ((0, 0), (0, PIECE_LEN)))

@@ -25,7 +25,7 @@ class Problem(NamedTuple):
 
     Attributes:
       cell: Its sizes.
-      num_buffers: Pools behind each other, like layers.
+      num_buffers: Pools after each other, like layers.
       q: bf16[b, h, g, d].
       k_pool: `[num_buffers * num_blocks, h, block_size, d]` of the cell's dtype; what no row owns is NaN, of
         8 bits the scales are.
@@ -169,7 +169,7 @@ def _expected_rows(arrays: tuple, rows: DecodeRows, options: DecodeOptions, buff
 
 
 def error_of(out: np.ndarray, expected: np.ndarray) -> float:
-    """Norm of the difference, in those of what is expected."""
+    """Norm of the difference, divided by the norm of what is expected."""
     if out.shape != expected.shape:
         return math.inf
     return float(np.linalg.norm(np.asarray(out, np.float32) - expected) / np.linalg.norm(expected))

@@ -51,7 +51,7 @@ def bars_of(ways: Sequence[dict], sharing: dict, group_size: int) -> list[dict]:
         at_least("answers that go on under new weights", engine["partial"], 0.05),
         at_most("updates that the engine was not told of", num_untold, 0),
         at_most("prompt tokens in a step, share of each answer's own", tokens, 1 / group_size),
-        # Samples that wait for a row begin behind the blocks of their prompt, or anew under other weights.
+        # Samples that wait for a row begin after the blocks of their prompt, or anew under other weights.
         at_most("prompt tokens by the engine, likewise", engine["prompt_share"], 2 / group_size),
         at_least("a step with prompts apart, in times of a shared one", sharing["times_faster"], 2.0),
         at_most("temporary memory of a shared step, in that of one apart", temporary, 0.5),

@@ -1,7 +1,7 @@
 """Groups of answers that share their prompt: drawn, and scored again with a gradient, both through the cache.
 
 A prompt is computed in one row, which is forked to the rows of its group. Whole blocks are shared; the last,
-which a prompt fills in part, is copied when a row writes behind it. Gradients come back through forks and
+which a prompt fills in part, is copied when a row writes after it. Gradients come back through forks and
 copies, so what a trainer computes of a prompt is computed once too.
 """
 
@@ -49,7 +49,7 @@ def read_prompts(
     """Computes each prompt once and forks it to its group.
 
     Returns:
-      The cache of `n * group_size` rows, f32[n * group_size, vocab], the logits behind the prompts, and
+      The cache of `n * group_size` rows, f32[n * group_size, vocab], the logits after the prompts, and
       bool[], whether every row got its blocks.
     """
     num_prompts, max_prompt = prompts.tokens.shape
@@ -104,7 +104,7 @@ def score(decoder: Decoder, prompts: Prompts, rollouts: Rollouts) -> jax.Array:
     logits, _ = forward(decoder, tokens, cache, step)
     logits = jnp.concatenate([first[:, None], logits], axis=1)
     is_ok &= (step.status == kv.Status.OK).all()
-    # A row says nothing behind its answer, and no number comes of it.
+    # A row says nothing after its answer, and no number comes of it.
     logits = jnp.where(rollouts.mask[..., None], logits, 0)
     logprobs = jnp.where(is_ok, _of_tokens(logits, rollouts.tokens), jnp.nan)
     return jnp.where(rollouts.mask, logprobs, 0)

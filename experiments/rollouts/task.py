@@ -1,4 +1,4 @@
-"""The task: two or three digits, to be said in their order, asked behind worked examples.
+"""The task: two or three digits, to be said in their order, asked after worked examples.
 
 83>38;591>159;...;402>     is answered rightly by     024;
 """
@@ -20,9 +20,9 @@ class Prompts(NamedTuple):
     """Questions as arrays.
 
     Attributes:
-      tokens: i32[n, MAX_PROMPT], bytes from the left; 0 behind them.
+      tokens: i32[n, MAX_PROMPT], bytes from the left; 0 after them.
       length: i32[n].
-      answer: i32[n, MAX_ANSWER], bytes of the right answer with its `STOP`; 0 behind them.
+      answer: i32[n, MAX_ANSWER], bytes of the right answer with its `STOP`; 0 after them.
     """
 
     tokens: jax.Array | np.ndarray
@@ -55,7 +55,7 @@ def unsorted_texts(rng: np.random.Generator, num: int) -> np.ndarray:
 
 
 def rewards(tokens: jax.Array, answer: jax.Array) -> jax.Array:
-    """Judges answers i32[m, MAX_ANSWER], 0 behind their end, f32[m]: 1 for the right one, 0 for any other."""
+    """Judges answers i32[m, MAX_ANSWER], 0 after their end, f32[m]: 1 for the right one, 0 for any other."""
     return (tokens == answer).all(axis=1).astype(jnp.float32)
 
 

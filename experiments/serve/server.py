@@ -17,7 +17,7 @@ MOST_CHECK_INS = 240  # of a record
 
 
 class Clock:
-    """Seconds in which one side is at work; it stands still while others have their turns.
+    """Seconds in which one side is at work; it waits while others have their turns.
 
     Where a side has nothing to do it is set to the next arrival, for no request waits then.
     """
@@ -160,7 +160,7 @@ class Server:
         counts, seconds = self.counts, self.clock.now()
         arrival = np.array([job.arrival for job in self.jobs])
         is_there = self.num_tokens > 0
-        # Those of the first delivery came at once: nothing says how long each took.
+        # The tokens of the first delivery came at once: nothing says how long each took.
         num_later = self.num_tokens - self.num_first
         is_measured = num_later > 0
         per_token = (self.last_at - self.first_at)[is_measured] / num_later[is_measured]

@@ -91,7 +91,7 @@ LLAMA = ModelSizes("Llama 3.1 8B", 8.03e9, layers=32, q_heads=32, kv_heads=8, he
 
 
 class SimulatedClock(Clock):
-    """Seconds that steps would take on a machine; those of this one do not count.
+    """Seconds that steps would take on a machine; this one's seconds do not count.
 
     A delivery takes its steps times the time of their mean: computed tokens are those of the engine's
     counters, held ones those of the blocks in use at its end.
@@ -107,7 +107,7 @@ class SimulatedClock(Clock):
         """Goes on."""
 
     def stop(self) -> None:
-        """Stands still."""
+        """Waits."""
 
     def count(self, figures: kv.engine.Figures) -> None:
         """Goes forward by the time of a delivery's steps."""

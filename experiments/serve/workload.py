@@ -141,7 +141,7 @@ def made_up_answers(num: int) -> list[Answer]:
 
 
 def _made_up_prompts(num_shared: int, mean_len: int, num: int) -> list[list[int]]:
-    """Pieces of source behind one common piece, of half to one and a half times the mean length."""
+    """Pieces of source after one common piece, of half to one and a half times the mean length."""
     lengths = np.random.default_rng(1).integers(mean_len // 2, mean_len * 3 // 2, num).tolist()
     shared = prefix_prompts.made_up_pairs(1, num_shared or 1, 1)[0][0][:num_shared]
     pairs = prefix_prompts.made_up_pairs(num, 1, max(lengths))

@@ -311,7 +311,7 @@ def _encoded(prompts: Sequence[Any], tokenizer: QuietTokenizer) -> list[list[int
 
 
 def _rendered(options: ChatOptions, template: ChatTemplate, tokenizer: QuietTokenizer) -> list[int]:
-    """Returns the tokens of a chat, whose template says itself what stands in front of the text."""
+    """Returns the tokens of a chat, whose template says itself what comes in front of the text."""
     messages = [message.for_template() for message in options.messages]
     text = template.render(messages, options.chat_template_kwargs)
     return tokenizer.encode(text, is_whole=True)

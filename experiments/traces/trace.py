@@ -2,7 +2,7 @@
 
 One JSON object per line and request, of which two entries are read:
   hash_ids      one id per prefix block of the prompt; equal ids mean equal tokens up to the block's end (an
-                id that stands behind others elsewhere counts as another one there)
+                id that comes after others elsewhere counts as another one there)
   input_length  tokens of the prompt; all blocks but the last are full
 Two such files, conversation_trace.jsonl and synthetic_trace.jsonl, are in the folder FAST25-release/traces of
 github.com/kvcache-ai/Mooncake (Apache-2.0).
@@ -24,7 +24,7 @@ class Trace(NamedTuple):
     """Requests in the order of their arrival.
 
     Attributes:
-      ids: i32[num_requests, longest], ids counted from 1, 0 behind a request's last one.
+      ids: i32[num_requests, longest], ids counted from 1, 0 after a request's last one.
       num_ids: i32[num_requests], ids of each request.
       num_tokens: i64[num_requests], tokens of each prompt.
       tokens_per_id: Tokens that an id stands for, unless it is a request's last.
@@ -65,7 +65,7 @@ def read_trace(path: Path, tokens_per_id: int) -> Trace:
         raise InputError(f"got --trace {path}, which is empty, expected one request per line: {SOURCE}")
     chains, num_tokens = zip(*requests, strict=True)
     num_ids = np.array([len(chain) for chain in chains], np.int32)
-    # Counted anew by what stands before them, so that they are valid token ids, whatever they were.
+    # Counted anew by what comes before them, so that they are valid token ids, whatever they were.
     numbers: dict[tuple[int, int], int] = {}
     ids = np.zeros((len(chains), int(num_ids.max())), np.int32)
     for row, chain in zip(ids, chains, strict=True):

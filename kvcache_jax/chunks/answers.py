@@ -32,7 +32,7 @@ from kvcache_jax.decoding.prompts import PromptCall
 from kvcache_jax.operations.rows import on_rows
 from kvcache_jax.prefix.names import namespace, namespace_within
 
-_SHARED = namespace(weights="kvcache_jax: behind composed answers")
+_SHARED = namespace(weights="kvcache_jax: after composed answers")
 
 
 def answers_namespace(words: np.ndarray) -> np.ndarray:

@@ -96,7 +96,7 @@ def drop(
     dropping = require_dropping("drop", cache.config)
     if cache.config.enable_prefix_caching:
         raise ValueError(
-            "drop got a cache with enable_prefix_caching=True, expected False: what a row holds behind "
+            "drop got a cache with enable_prefix_caching=True, expected False: what a row holds after "
             "dropped tokens cannot be found by its tokens"
         )
     seq_ids = arguments.int_column("seq_ids", seq_ids)

@@ -110,7 +110,7 @@ def require_streaming(caller: str, streaming: Any, config: CacheConfig) -> None:
     if config.enable_prefix_caching:
         raise ValueError(
             f"{caller} got streaming and a cache with enable_prefix_caching=True, expected "
-            "False: what is behind dropped tokens is not found by its own"
+            "False: what is after dropped tokens is not found by its own"
         )
     if not config.hides_tokens:
         raise ValueError(f"{caller} got streaming, expected a cache with extras=[kv.compression.Dropping()]")

@@ -19,7 +19,7 @@ class Counter(enum.IntEnum):
     COPIES = 3
     """Blocks copied because a row wrote into a block that others hold too, or that is published."""
     EVICTIONS = 4
-    """Cached blocks whose contents were given up; not those of other layer groups that go with them."""
+    """Cached blocks whose contents were given up, of the indexed layer group alone."""
     ADOPTIONS = 5
     """Blocks given back by `commit` because their contents were already published."""
     REQUEST_QUERIES = 6

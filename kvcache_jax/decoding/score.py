@@ -220,6 +220,6 @@ def score(
 
 
 _NO_SCORE = (
-    "the logits behind {} hold NaN or +inf, or all are -inf, expected numbers to score by: look for a weight "
+    "the logits after {} hold NaN or +inf, or all are -inf, expected numbers to score by: look for a weight "
     "that is not finite"
 )

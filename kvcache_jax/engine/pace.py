@@ -1,8 +1,9 @@
 """The length of dispatches, and how many are under way: as short, and as few, as the host's part allows.
 
-Who comes, and what was drawn, waits for what is under way, so dispatches are short. But each costs the host
-some time, to pack, launch, read and deliver it, in which a device without another dispatch does nothing.
-Where the host can end one that is under way, it does so as soon as somebody waits; see `LiveLength`.
+Requests that come, and tokens that were drawn, wait for what is under way, so dispatches are short. But each
+costs the host some time, to pack, launch, read and deliver it, in which a device without another dispatch
+does nothing. Where the host can end one that is under way, it does so as soon as a request waits; see
+`LiveLength`.
 """
 
 import math
@@ -72,7 +73,7 @@ class Pace:
     def note_news(self, now: float, is_awaited: bool = False) -> None:
         """Hears that a request came, got its first token, or ended.
 
-        If it `is_awaited`, somebody waits for the end of what is under way.
+        If it `is_awaited`, a request waits for the end of what is under way.
         """
         self._news_at = now
         if is_awaited and self._shorten:

@@ -363,7 +363,7 @@ def _check_published_rows(
         for before, block in itertools.pairwise([nowhere, *blocks.tolist()]):
             if is_published[block] and parent[block] != before:
                 violations.append(
-                    f"row {row} holds block {block} behind {before}, its parent is {parent[block]}"
+                    f"row {row} holds block {block} after {before}, its parent is {parent[block]}"
                 )
     return violations
 

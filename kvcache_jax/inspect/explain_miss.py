@@ -198,7 +198,7 @@ def _why_not_more(
     why = "never committed, or evicted, reset or scrubbed since"
     if not chain and not (view.is_published & (view.namespace == namespace).all(axis=1)).any():
         return f"Nothing is cached in this namespace: {why}."
-    return f"No cached sequence goes on behind position {start}: {why}."
+    return f"No cached sequence goes on after position {start}: {why}."
 
 
 def _named(word: np.integer, kind: str = "") -> str:

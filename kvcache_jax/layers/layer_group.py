@@ -24,7 +24,7 @@ class LayerGroup:
     max_held_blocks: int
     """Most blocks that one row ever holds at once."""
     max_len: int
-    """Most tokens of one row: `max_seq_len`, or those of a source."""
+    """Most tokens of one row: `max_seq_len`, or a source's length."""
     arrays: tuple[tuple[str, BlockArray], ...]
     """The arrays of one block of one layer, by name."""
 

@@ -85,7 +85,7 @@ class LayerKind:
     `scale * number + offset`, with arrays "k_scale", "v_scale" and maybe "k_offset", "v_offset" as
     `pallas_kernels.eight_bits.Scaling` has them: the GPU's kernels read these."""
     is_causal = True
-    """Whether a query sees no token behind its own; else all queries see the row's first `length` tokens."""
+    """Whether a query sees no token after its own; else all queries see the row's first `length` tokens."""
 
     def __init_subclass__(cls, **options: Any):
         super().__init_subclass__(**options)

@@ -67,7 +67,7 @@ def matches(index: PrefixIndex, block_ids: jax.Array, content: Content) -> jax.A
 
 
 ReadTokens = Callable[[jax.Array, int], jax.Array]
-"""`(first i32[], num) -> i32[n, num]`: so many tokens of prompts from a place on, any behind their ends."""
+"""`(first i32[], num) -> i32[n, num]`: so many tokens of prompts from a place on, any after their ends."""
 
 
 def reader_of(tokens: jax.Array) -> ReadTokens:

@@ -70,7 +70,7 @@ def _linear(values: JsonObject, part: JsonObject) -> LinearScaling:
 
 
 def _llama3(values: JsonObject, part: JsonObject) -> Llama3Scaling:
-    above = values.get(_ORIGINAL, int, None)  # goes before what stands with the scaling
+    above = values.get(_ORIGINAL, int, None)  # goes before what the scaling says
     return part.make(
         Llama3Scaling,
         factor=part.get("factor", NUMBER),

@@ -67,7 +67,7 @@ class LoopCounts:
         return dataclasses.replace(counts, known_loops=1 + self.known_loops)
 
     def unknown_trips(self, is_opened: bool = False, is_passed: bool = False) -> "LoopCounts":
-        """Returns the counts of a loop with this body, of which nobody knows the trips.
+        """Returns the counts of a loop with this body, whose number of trips is unknown.
 
         Its launches count as those of the program if it `is_opened`. If it `is_passed`, it makes no trip.
         """

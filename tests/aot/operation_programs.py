@@ -75,7 +75,7 @@ def _write(cache, k, v, step):
 
 
 def _write_and_attend(cache, q, k, v, step):
-    """Reads each layer behind the write of the next one."""
+    """Reads each layer after the write of the next one."""
     for layer in range(cache.config.num_layers):
         cache = kv.write(cache, layer, k, v, step)
         if layer:
@@ -208,7 +208,7 @@ def _of_hybrid(policy: str | None, *extras: kv.tiers.Host) -> list[Program]:
 
 
 def _halves_of_attention(num_layers: int = 3) -> Program:
-    """`kv.write` and `kv.attend` in turn; a read behind a write of the same array must not copy it."""
+    """`kv.write` and `kv.attend` in turn; a read after a write of the same array must not copy it."""
     config = config_of(1, None, num_layers)
 
     def arguments() -> tuple:

@@ -17,7 +17,7 @@ from tests.support.helpers import assert_same, statuses, table
 NUM_KV_HEADS = 2
 MAX_SEQ_LEN = 27
 
-# Every pair of values of two columns stands in at least one row; window is (length, sink tokens).
+# Every pair of values of two columns is in at least one row; window is (length, sink tokens).
 GRID = [
     # dtype, q heads per kv head, head_dim, block_size, max_new, window, sink_logits, soft_cap, scale,
     # return_lse, packed
@@ -278,7 +278,7 @@ def test_absent_sink_logits_and_very_low_ones_agree():
 
 
 def test_other_rows_and_padding_do_not_matter():
-    """A row's output has the same bits whatever stands in other rows' q, k, v and in the padding."""
+    """A row's output has the same bits whatever is in other rows' q, k, v and in the padding."""
     _, _, cache, step, q, k, v = state_and_step(config_of(), 4)
     first = np.array(kv.attention(cache, 0, q[0], k[0], v[0], step)[1])
     q, k, v = (np.array(part[0]) for part in (q, k, v))

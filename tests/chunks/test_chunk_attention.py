@@ -1,4 +1,4 @@
-"""Attention to what stands in front of chunks, against loops over queries and keys."""
+"""Attention to what is in front of chunks, against loops over queries and keys."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +7,7 @@ import pytest
 import kvcache_jax as kv
 
 ROWS, HEADS, QUERIES, PLACES = 2, 3, 9, 19
-# First places and lengths of chunks, not in order, some of them none; row 1's stand behind a gap.
+# First places and lengths of chunks, not in order, some of them none; row 1's stand after a gap.
 STARTS, LENGTHS = [[9, 0, 4], [3, 12, 11]], [[6, 4, 5], [8, 0, 5]]
 rng = np.random.default_rng(0)
 

@@ -16,7 +16,7 @@ rng = np.random.default_rng(0)
 
 
 def metadata(**optional):
-    """Two rows of three chunks; what stands elsewhere means nothing."""
+    """Two rows of three chunks; what is elsewhere means nothing."""
     shape = 2, PLACES
     is_token, (nth, place, length) = np.zeros(shape, bool), rng.integers(-9, 9, (3, *shape))
     for row, spans in enumerate(SPANS):

@@ -208,7 +208,7 @@ def test_chunks_stand_at_any_place_of_a_row(options):
     first, second, third = texts.store((0, 5, 11), (1, 3, 5), (0, 16, 9))
     assert texts.store((0, 5, 11)) == [first]  # the same prompt twice
     texts.start([2], reserved=7)
-    # In another order, one of them twice, with gaps; row 3 goes on behind its own tokens inside a block.
+    # In another order, one of them twice, with gaps; row 3 goes on after its own tokens inside a block.
     assert texts.compose({2: [(third, 15), (second, 1), (first, 29)], 3: [(second, 9), (second, 15)]}) == [
         OK,
         OK,
@@ -221,7 +221,7 @@ def test_chunks_stand_at_any_place_of_a_row(options):
     texts.grow([6, 0, 0, 1])
     texts.cache, status = kv.fork(texts.cache, [0], [1])
     texts.texts[1] = texts.texts[0]
-    assert texts.compose({1: [(first, 6), (third, 17)]}) == [OK]  # behind tokens that a fork shares
+    assert texts.compose({1: [(first, 6), (third, 17)]}) == [OK]  # after tokens that a fork shares
     texts.grow([2, 2, 0, 0])
 
     texts.cache, status = kv.chunks.free(texts.cache, [first, second, third, first, NUM_CHUNKS])

@@ -38,7 +38,7 @@ store, compose = jax.jit(kv.chunks.store), jax.jit(lambda *args: kv.chunks.compo
 
 
 def rotated(layer, keys, positions):
-    """Rotates `[tokens, heads, d]` in float64, of a latent what is behind the compressed token."""
+    """Rotates `[tokens, heads, d]` in float64, of a latent what is after the compressed token."""
     first, angle = FIRST_ROTATED[layer], np.asarray(positions)[:, None, None] * FREQUENCIES[layer]
     x, y = np.split(np.asarray(keys[..., first:], float), 2, axis=-1)
     cos, sin = np.cos(angle), np.sin(angle)
@@ -122,7 +122,7 @@ class Texts:
         return status
 
     def compose(self, row, *placed):
-        """Composes chunks one behind the other; returns the status."""
+        """Composes chunks one after the other; returns the status."""
         ids, starts = np.full((1, 3), NUM_CHUNKS), np.zeros((1, 3), int)
         for i, (chunk, start) in enumerate(placed):
             ids[0, i], starts[0, i] = chunk, start

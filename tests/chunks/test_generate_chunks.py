@@ -72,11 +72,11 @@ def prompt_of(*parts):
 
 a, b, c = tuple(A), tuple(B), tuple(C)
 PROMPTS = [
-    prompt_of([7, 2, 9], a, b, [5, 1, 4, 3], c, [8, 8]),  # texts in front, between and behind
+    prompt_of([7, 2, 9], a, b, [5, 1, 4, 3], c, [8, 8]),  # texts in front, between and after
     prompt_of(b, a, [6]),  # the other way round, the first one exact
     prompt_of([7, 2, 9], a, b, [5, 1, 4, 3], c, [8, 8]),  # the same again
     prompt_of([1, 2, 3]),  # without chunks
-    prompt_of([4], c, c, b),  # one twice, and no question behind the last
+    prompt_of([4], c, c, b),  # one twice, and no question after the last
     prompt_of(c),  # nothing but a chunk
 ]
 

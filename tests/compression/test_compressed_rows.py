@@ -140,7 +140,7 @@ class Texts:
     "options", [ONE_GROUP, pytest.param(TWO_GROUPS, marks=pytest.mark.slow)], ids=["group", "groups"]
 )
 def test_each_layer_and_head_keeps_its_own_tokens(options):
-    """In private blocks, in those of a fork and in published ones; twice, and with tokens behind."""
+    """In private blocks, in those of a fork and in published ones; twice, and with tokens after."""
     texts = Texts(options, num_blocks=13 if options is ONE_GROUP else 26)
     texts.start([2, 0, 1])
     for num_new in ([5, 5, 3, 0], [5, 4, 0, 0], [5, 5, 4, 0], [4, 0, 0, 0]):
@@ -265,7 +265,7 @@ def test_private_blocks_serve_again_and_the_others_go_back():
     assert int(cache.control.num_published[0]) == 2  # of the group of narrow blocks
     cache, _ = kv.commit(cache)
     assert int(cache.control.num_published[0]) == 2
-    # Whoever comes with the same prompt finds all that was published.
+    # A row with the same prompt finds all that was published.
     assert kv.lookup(cache, prompt, [18]).tolist() == [16]
     refused = kv.rewrite(cache, [0, 0], [[0, 5], [6, 9]])[1].status
     assert statuses(refused) == [BAD_LENGTH, kv.Status.DUPLICATE_SEQ_ID]

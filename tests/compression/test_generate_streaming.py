@@ -52,7 +52,7 @@ def masked_logits(tokens, reach):
 
 
 def check(generation, prompt, num_new=NUM_NEW, reach=((9, 3), (9, 3))):
-    """Each token is the one that the mask over all tokens gives behind those before it."""
+    """Each token is the one that the mask over all tokens gives after those before it."""
     assert generation.finish_reason == "length" and len(generation.tokens) == num_new
     text = np.array([*prompt, *generation.tokens])
     logits = np.asarray(masked_logits(np.pad(text, (0, LENGTH - len(text))), reach))

@@ -1,4 +1,4 @@
-"""Sinks that move along with what is dropped behind them, against a dense reference that rotates them."""
+"""Sinks that move along with what is dropped after them, against a dense reference that rotates them."""
 
 import jax
 import numpy as np
@@ -68,7 +68,7 @@ def test_rows_share_sinks_part_and_come_back():
         held[0], held[2], held[1] = held[2], held[0], held[2]
     texts.grow([2, 2, 1])
 
-    texts.cache, status = kv.truncate(texts.cache, [0, 2], [3, 5])  # within the sinks, and behind all of them
+    texts.cache, status = kv.truncate(texts.cache, [0, 2], [3, 5])  # within the sinks, and after all of them
     assert statuses(status) == [OK] * 2
     for row, length in ((0, 3), (2, 5)):
         texts.k[row], texts.v[row] = texts.k[row][:length], texts.v[row][:length]

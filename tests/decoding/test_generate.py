@@ -43,7 +43,7 @@ def window_logits(params, tokens, windows):
 
 
 def next_logits(tokens, params=PARAMS, windows=None):
-    """Logits after `tokens`; padding behind them changes nothing in a causal model."""
+    """Logits after `tokens`; padding after them changes nothing in a causal model."""
     padded = np.zeros(LENGTH, np.int32)
     padded[: len(tokens)] = tokens
     logits = window_logits(params, padded, windows) if windows else dense_fn()(params, padded)
@@ -350,7 +350,7 @@ def test_a_row_that_ends_with_its_first_token_makes_room_before_any_step():
     check_ins = []
     prompts = [*others[:2], PROMPTS[3], full, others[2]]
     result = generate(prompts, stop_tokens=[stop], watch=kv.decoding.Watch(on_check_in=check_ins.append))
-    _, first, second = check_ins[:3]  # behind the prefill, then as rows end, then with the fifth prompt
+    _, first, second = check_ins[:3]  # after the prefill, then as rows end, then with the fifth prompt
     assert (first.num_steps, [(g.prompt_id, g.finish_reason) for g in first.ended]) == (
         0,
         [(2, "stop"), (3, "length")],

@@ -124,7 +124,7 @@ def test_every_answer_is_the_one_that_it_has_alone(kind):
         (7, [3] * 5, 5, 4, 3),  # one full block, the other copied by all but the last, and one more each
         (2, [3], 7, 2, 1),
         (2, [3], 4, 2, 2),  # one block each
-        (2, [3], 1, 6, 4),  # nothing is stored behind the prompt
+        (2, [3], 1, 6, 4),  # nothing is stored after the prompt
     ],
 )
 def test_as_many_samples_start_as_fit_side_by_side(num_blocks, prompt, num_new, num_samples, num_together):

@@ -18,7 +18,7 @@ BAD = 13
 
 
 def spoiled(value):
-    """Has `value` in one of the logits behind `BAD`, or in all (-inf)."""
+    """Has `value` in one of the logits after `BAD`, or in all (-inf)."""
     after = np.zeros((VOCAB, VOCAB), np.float32)
     after[BAD, slice(None) if value == -np.inf else 5] = value
     return {**PARAMS, "after": jnp.asarray(after)}
@@ -105,9 +105,9 @@ def test_a_score_of_no_numbers_is_refused():
     score = functools.partial(kv.score, forward, NAN, [1, 2], prefill_len=3)
     few = config(num_blocks=7)
     assert np.isfinite(score([[3, 4, BAD]], few).logprobs[0]).all()
-    with pytest.raises(FloatingPointError, match="logits behind token 1 of continuation 1 hold NaN or"):
+    with pytest.raises(FloatingPointError, match="logits after token 1 of continuation 1 hold NaN or"):
         score([[3, 4, 5], [6, BAD, 7], [8]], few)
-    with pytest.raises(FloatingPointError, match="logits behind the context hold NaN"):
+    with pytest.raises(FloatingPointError, match="logits after the context hold NaN"):
         kv.score(forward, INF, [1, 2, BAD], [[3]], few, prefill_len=3)
 
 

@@ -357,7 +357,7 @@ def test_speculation_at_its_edges():
     for nothing in (-1, VOCAB, 2**31 - 1):
         accepted, token = accept(nothing, 2, None)
         assert (accepted == 0).all() and (P[0][token] > 0).all() and likely in token
-    # A rejected draft is not drawn again, and what stands past num_drafts is not read.
+    # A rejected draft is not drawn again, and what is past num_drafts is not read.
     unread = np.where(np.arange(3)[:, None] < 2, target, np.float32(np.nan))
     accepted, token = accept(rare, 1, None, target=unread)
     assert set(accepted.tolist()) == {0, 1} and rare in token

@@ -131,10 +131,10 @@ def collect(engine, requests, on_drain=lambda: None, most_drains=400):
 
 a, b, c, d, e = PASSAGES
 EDGES = [
-    [[7, 2, 9], a, b, [5, 1, 4, 3], c, [8, 8]],  # texts in front, between and behind
+    [[7, 2, 9], a, b, [5, 1, 4, 3], c, [8, 8]],  # texts in front, between and after
     [b, a, [6]],  # the other way round, the first one exact
     [[1, 2, 3]],  # without
-    [[4], c, c, b],  # one twice, and no question behind the last
+    [[4], c, c, b],  # one twice, and no question after the last
     [c],  # nothing but a passage
     [[3] * 9, e, [5]],  # one of a token
 ]

@@ -24,7 +24,7 @@ OTHER = tiny_model.make_params(seed=9)
 
 
 def marked(logits, positions, library):
-    """Ends reasoning behind every seventh position, and nowhere else."""
+    """Ends reasoning after every seventh position, and nowhere else."""
     is_mark = library.arange(VOCAB) == MARK
     ends = (positions % EVERY == EVERY - 1)[..., None]
     return library.where(ends == is_mark.reshape(*[1] * positions.ndim, VOCAB), logits, -1e9)
@@ -91,7 +91,7 @@ def exactly(prompt, max_new, is_other=False):
 
 
 def answer_of(tokens):
-    """The tokens behind the last mark; none without one."""
+    """The tokens after the last mark; none without one."""
     return tokens[len(tokens) - tokens[::-1].index(MARK) :] if MARK in tokens else []
 
 
@@ -222,7 +222,7 @@ def test_what_hangs_on_answers_is_found_by_such_requests_alone():
     talk.keeps = False
     scores = talk.turn(prompt, 9)[1]
     np.testing.assert_allclose(answer(engine, prompt, 9, spans)[1], scores, atol=2e-4)
-    assert np.abs(np.array(scores) - exact).max() > 2e-4, "what was published behind composed answers is used"
+    assert np.abs(np.array(scores) - exact).max() > 2e-4, "what was published after composed answers is used"
 
 
 @pytest.mark.quick_cases("weights", "no mark", "cancelled")

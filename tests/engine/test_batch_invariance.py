@@ -81,7 +81,7 @@ def test_bits_are_those_of_the_request_alone():
 
 
 def test_by_default_a_rows_bits_differ_between_steps_of_1_8_and_64_tokens():
-    """In a step of one size they do not, wherever the row stands in it: that is what the mode goes by."""
+    """In a step of one size they do not, whichever place the row has in it: that is what the mode goes by."""
     decoder = checkpoint.load(corpus.MODEL, dtype=jnp.float32)
     config = cache_config(decoder.config, num_blocks=64, block_size=8, max_seqs=64, max_seq_len=8)
     tokens = TEXT[:64].astype(np.int32)

@@ -1,4 +1,4 @@
-"""One compiled program, whatever the parameters are committed to, and nobody who pushes waits for it."""
+"""One compiled program, whatever the parameters are committed to, and no `push` waits for it."""
 
 import threading
 

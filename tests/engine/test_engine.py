@@ -23,7 +23,7 @@ from tests.engine.exact_model import (
 
 
 def test_a_pool_that_one_request_fills_never_stands_still():
-    """Behind every step one more token is computed, though each request wants all blocks."""
+    """After every step one more token is computed, though each request wants all blocks."""
     engine = make_engine()
     requests = [ask([i + 1] * (5 * i + 2), 40 - 5 * i, i) for i in range(6)]
     figures, steps = [engine.figures().counts], []
@@ -171,7 +171,7 @@ def test_all_rows_end_in_one_step():
 
 
 def test_a_row_with_nan_logits_ends_alone():
-    """None of what it computed since is published, and nobody else hears of it."""
+    """None of what it computed since is published, and no other request hears of it."""
     engine = make_engine()
     bad = ask([1, 2, 3, 4, 5, 6, 7, NAN_TOKEN], 9, "bad")
     others = [ask([1, 2, 3, 4, 5, 6, 7, 8 + i], 6, i) for i in range(3)]

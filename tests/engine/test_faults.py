@@ -118,7 +118,7 @@ def test_an_interrupt_while_a_report_is_awaited_loses_no_token(monkeypatch):
 
 
 def test_consumers_that_are_cancelled_leave_the_order_of_tokens(monkeypatch):
-    """Whoever gives up waiting leaves a thread behind that still waits; the next one must not pass it."""
+    """A caller that gives up leaves a thread which still waits; the next one must not pass it."""
     engine, said, read = make_engine(), {}, Reader.__call__
     is_slow, goes_on = [True], threading.Event()
 

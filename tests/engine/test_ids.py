@@ -1,4 +1,4 @@
-"""Ids: every request has one of its own, whoever gave it."""
+"""Ids: every request has one of its own, given by the caller or by the engine."""
 
 import numpy as np
 import pytest

@@ -78,7 +78,7 @@ def test_reads_of_the_host_at_1_and_at_64_rows(num_requests, reads_are_refused):
 
 
 def test_a_pool_of_one_requests_need_for_ten_thousand_steps():
-    """All requests want all blocks: nobody waits for ever, and no step is lost."""
+    """All requests want all blocks: no request waits for ever, and no step is lost."""
     engine = make_engine()
     rng = np.random.default_rng(1)
     done, said, number = 0, {}, 0
@@ -143,7 +143,7 @@ def _num_of(engine, client):
 
 
 def test_nobody_waits_longer_than_ageing_allows():
-    """P priorities and Q steps each: whoever waited for P * Q steps goes before all that come later."""
+    """P priorities, Q steps each: a request that waited for P * Q steps goes before all that come later."""
     num_priorities, ageing = 4, 32
     cache = kv.CacheConfig([kv.FullAttention(1, 4)], num_blocks=8, block_size=4, max_seqs=1, max_seq_len=32)
     engine = kv.Engine(

@@ -94,7 +94,7 @@ def test_a_study_of_a_tiny_model(decoder, monkeypatch):
     )
     places = study.chosen("first", metadata, 0.2)
     assert places.tolist() == [[20, 21, 22, 23, 40, 41, 42, 43, 60, 61, 62, 63]] * 2
-    # Attention, of this prompt and of an earlier one: in front of a passage stands less than everything.
+    # Attention, of this prompt and of an earlier one: in front of a passage is less than everything.
     _, seen = study.candidates()[quality.SEEN]
     for attention in (seen.attention, metadata.attention):
         attention = np.asarray(attention)

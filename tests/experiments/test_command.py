@@ -134,7 +134,7 @@ def test_when_output_is_coloured(monkeypatch, environment, no_color, expected):
     ],
 )
 def test_ends_quietly(body, code):
-    """A pipe that nobody reads is closed at once."""
+    """A pipe without a reader is closed at once."""
     program = f"from experiments.common import command\ndef main():\n    {body}\ncommand.run(main)"
     process = subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -144,12 +144,12 @@ def test_ends_quietly(body, code):
     process.stderr.close()
 
 
-# Stands in for a module that takes long to load.
+# In place of a module that takes long to load.
 SLOW = "import time\nprint('loading', flush=True)\ntime.sleep(60)\n"
 
 
 def interrupted(arguments, **options):
-    """(exit code, standard error) of Python after Ctrl-C, which comes behind its first line of output."""
+    """(exit code, standard error) of Python after Ctrl-C, which comes after its first line of output."""
     start = [sys.executable, *arguments]
     pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what is ignored here is so there

@@ -48,7 +48,7 @@ def test_programs_are_counted_anew_each_time():
             jax.jit(lambda x: x * 2)(x)
         assert min(cost.trace_s, cost.lower_s, cost.compile_s) > 0
         costs.append(cost)
-    function(jnp.ones(4))  # nobody watches any more
+    function(jnp.ones(4))  # it is no longer watched
     assert [cost.num_programs for cost in costs] == [2, 2]
 
 

@@ -44,7 +44,7 @@ def folder(tmp_path):
 
 
 def test_items_of_a_task_share_its_prefix_and_nothing_else(folder):
-    """The prefix is whole blocks, and the first block behind it tells each item from the others."""
+    """The prefix is whole blocks, and the first block after it tells each item from the others."""
     for task in (
         items.grade_school(folder, 20, 3),
         items.programs(folder, 20, 3),

@@ -42,7 +42,7 @@ def install(monkeypatch):
 
 
 def problem_and_result(buffer):
-    """Tokens in a row first, then cut into scattered blocks; whoever reads another block reads NaN."""
+    """Tokens in a row first, then cut into scattered blocks; all others hold NaN."""
     random = np.random.default_rng(0)
     bf16 = ml_dtypes.bfloat16
     q = random.standard_normal((CELL.batch, CELL.num_kv_heads, CELL.group_size, CELL.head_dim)).astype(bf16)

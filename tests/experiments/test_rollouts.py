@@ -183,7 +183,7 @@ def test_a_group_takes_answers_as_they_come():
 
 @pytest.mark.slow
 def test_answers_go_on_under_new_weights_and_none_is_lost(decoder):
-    """Every question is answered once; what is asked behind an update is drawn under it alone."""
+    """Every question is answered once; what is asked after an update is drawn under it alone."""
     sampler, seen, partial = Sampler(decoder, 5, SIZES.group, 6, 6), [], 0
     other = jax.tree.map(lambda x: 0.9 * x, decoder)
     weights = [decoder, other, decoder, other]

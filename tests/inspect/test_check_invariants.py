@@ -160,7 +160,7 @@ INDEX_BREAKS = {
     ],
     "row 2 holds block 1 of another namespace": [("namespace", (2, 1), 7)],
     "row 2 reserves a published block": [("context_len", 2, 4)],
-    "row 2 holds block 1 behind 3, its parent is 0": [(f"{POOL}.block_table", (2, 0), 3)],
+    "row 2 holds block 1 after 3, its parent is 0": [(f"{POOL}.block_table", (2, 0), 3)],
     "group 1: row 0 holds columns [0, 2, 3, 4] with a gap": [(f"{WINDOW}.block_table", (0, 1), NOWHERE)],
     "group 0: row 0 holds no block of column 0": [(f"{POOL}.block_table", (0, 0), NOWHERE)],
     "group 1: row 2 of 9 tokens lacks the block of column 3": [(f"{WINDOW}.block_table", (2, 3), NOWHERE)],

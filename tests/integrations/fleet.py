@@ -30,7 +30,7 @@ NUM_TOKENS, NUM_LONG = 8, 600
 
 
 class Fleet:
-    """Two replicas behind HTTP, with a store."""
+    """Two replicas that are asked over HTTP, with a store."""
 
     def __init__(self, folder: Path):
         model = folder / "tiny"

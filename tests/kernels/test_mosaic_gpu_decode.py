@@ -75,7 +75,7 @@ def test_one_program_walks_nine_tiles(monkeypatch):
 @pytest.mark.slow
 def test_values_that_nobody_sees_may_be_nan():
     """Also those of blocks that are read: before the window, after the last query that counts. And what a row
-    does not read, nobody sees, although the queries are behind it."""
+    does not read is seen by none of its queries, although the queries are after it."""
     shape = SHAPES["window_drafts"]
     problem = shape.problem()
     rows = jax.tree.map(np.asarray, problem.rows)
@@ -168,7 +168,7 @@ def test_merge(shape):
     lses = 3 * rng.standard_normal(shape[:-1]).astype(np.float32)
     lses[0].reshape(-1)[::2] = -np.inf  # a part that saw nothing may hold anything
     outs[0].reshape(-1, shape[-1])[::2] = np.nan
-    lses.reshape(shape[0], -1)[:, 1] = -np.inf  # nobody saw anything
+    lses.reshape(shape[0], -1)[:, 1] = -np.inf  # no query saw anything
     expected_out, expected_lse = jax.jit(reference.merge_attention)(outs, lses)
     merge = jax.jit(functools.partial(merge_attention, interpret=True))
     out, lse = run_interpreted(merge, outs, lses)

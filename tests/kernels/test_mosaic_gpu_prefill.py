@@ -49,7 +49,7 @@ def test_prefill(name):
 @pytest.mark.slow
 def test_values_that_no_query_sees_may_be_nan():
     """Also slots of blocks that are read: before the window, after the last query that counts. And what a row
-    does not read is seen by none of its queries, although they are behind it."""
+    does not read is seen by none of its queries, although they are after it."""
     shape = SHAPES["window"]
     problem = shape.problem()
     rows = jax.tree.map(np.asarray, problem.rows)

@@ -12,7 +12,7 @@ from pallas_kernels.shapes import DecodeShape
 from tests.mutants.reading import Mutation, read_all
 from tests.support.interpreters import callbacks_on_the_host
 
-# Three full tiles, so that one is refilled, and none is cleared behind its last key.
+# Three full tiles, so that one is refilled, and none is cleared after its last key.
 PROBLEM = DecodeShape("full_tiles", (192,), num_kv_heads=1, group_size=1, block_size=64).problem()
 # What they get wrong is read by tensor cores alone.
 HASTY = [

@@ -95,7 +95,7 @@ def test_rows_have_as_many_queries_as_fit(num_queries, block, group_size, expect
 @pytest.mark.slow
 def test_values_that_nobody_sees_are_nan(monkeypatch):
     """Also those of blocks that are read: before the window, after the last query that counts. And what a row
-    does not read, nobody sees, although the queries are behind it."""
+    does not read is seen by none of its queries, although the queries are after it."""
     monkeypatch.setattr(decode, "MAX_TILE_LEN", 32)
     shape = for_tpu(SHAPES["window_drafts"])
     problem = shape.problem()

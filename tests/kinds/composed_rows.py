@@ -21,7 +21,7 @@ def compose_rows(cache, rows, chunk_ids, starts):
 
 
 def compose(kind):
-    """Chunks stand behind what a row holds, their source stays as it was, and windows have what they read."""
+    """Chunks stand after what a row holds, their source stays as it was, and windows have what they read."""
     sizes = dict(num_blocks=30, extras=[kv.chunks.Store(NUM_CHUNKS, MAX_CHUNK)])
     config = dataclasses.replace(config_of(kind), **sizes)
     rows = Rows(kind, empty(config))

@@ -2,7 +2,7 @@
 
 A token's queries, keys and values follow from the token and its position alone, so a text says what attention
 over it must give: the oracle's result for that text, from scratch. One jitted step serves all properties of a
-kind. Before each call, all that nobody may read is NaN.
+kind. Before each call, all that no row may read is NaN.
 """
 
 import dataclasses
@@ -118,8 +118,8 @@ store_sources = kv.donate(lambda cache, params, *sources: write_sources(params, 
 def expected_logits(params, text, source, source_len, oracles, positions=None, is_hidden=False):
     """What `forward` must give for each token of `text i32[MAX_LEN]`, whose end may be anything.
 
-    Its tokens are one behind the other, unless `positions` says where they stand. Those that are hidden,
-    `bool[MAX_LEN]`, nobody sees; what they see themselves is not meant.
+    Its tokens are one after the other, unless `positions` says where they stand. Those that are hidden,
+    `bool[MAX_LEN]`, no query sees; what they see themselves is not meant.
     """
     params = jax.tree.map(jnp.asarray, params)
     stand = params["positions"] if positions is None else params["positions"][positions]
@@ -164,7 +164,7 @@ def random_text(length, seed=0):
 
 @functools.cache
 def empty(config):
-    """An empty cache whose free blocks are in no order, on the host, so that nobody donates it."""
+    """An empty cache whose free blocks are in no order, on the host, so that no call donates it."""
     return jax.device_get(permuted(kv.init(config)))
 
 

@@ -40,7 +40,7 @@ def cached_len(rows, text):
 
 
 def commit(kind):
-    """Full blocks are published once, partial ones not, and whoever writes behind them copies nothing."""
+    """Full blocks are published once, partial ones not, and a row that writes after them copies nothing."""
     rows = published(kind)
     text = rows.texts[2]
     assert [cached_len(rows, end) for end in (text, text[:12], text[:9] + [31, 31, 31, 31])] == [12, 8, 8]

@@ -84,7 +84,7 @@ class Kind:
       oracles: Of each layer: `(q [L, NUM_Q_HEADS, d], k [L, NUM_KV_HEADS, d], v) -> out`, like q. Row `i` of
         the result must not depend on what comes after token `i`. Of a layer that reads a source `k` and `v`
         are those of the source, and its length is a fourth argument; of any other, `is_hidden` bool[L] tells
-        which tokens nobody sees.
+        which tokens no query sees.
       rollback: Tokens that a long row may be shortened by; None for all of them.
       cells: By property, where something else than "works" is true.
       quick: Its cells that `make test` runs, where other lines, or tests, say there what the others say.
@@ -142,7 +142,7 @@ def hashed(tokens):
 
 
 def recurrent(name, kind, columns, quick=None):
-    """A line of a recurrent kind, of whose outputs `hashed` has the columns, behind full attention."""
+    """A line of a recurrent kind, of whose outputs `hashed` has the columns, after full attention."""
     layers = FULL, kind(1, 1, max_rollback=5)
     return Kind(name, layers, (dense, lambda tokens: hashed(tokens)[:, columns]), 5, STATES, quick)
 

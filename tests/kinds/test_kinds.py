@@ -157,7 +157,7 @@ def rewrite(kind):
 
 
 def drop(kind):
-    """Tokens that a row drops nobody sees again, their blocks come back, and a fork keeps its own."""
+    """Tokens that a row drops are not seen again, their blocks come back, and a fork keeps its own."""
     rows = Rows(kind, empty(dropping_config(kind)))
     rows.start({2: random_text(17), 3: random_text(7)})
     num_sinks = max(group.num_sink_tokens for group in rows.groups)
@@ -199,7 +199,7 @@ def window(kind):
 
 @functools.partial(jax.jit, static_argnames="step")
 def two_steps(params, cache, sources, tokens, num_new, weights, step):
-    """A weighted sum of what two steps in a scan attend to, behind sources that are stored first."""
+    """A weighted sum of what two steps in a scan attend to, after sources that are stored first."""
     if cache.config.source_layers:
         cache, _ = write_sources(params, cache, *sources)
 
@@ -315,7 +315,7 @@ def export(kind):
 
 
 def poison(kind):
-    """What nobody may read is NaN, or for integers the end of their range, and no step notices."""
+    """What no row may read is NaN, or for integers the end of their range, and no step notices."""
     rows = Rows(kind)
     rows.start({0: random_text(19), 1: random_text(6)})
     rows.fork(0, 3)

@@ -199,7 +199,7 @@ def test_absurd_arguments_change_nothing():
     ):
         unchanged(manager, error, call, match)
     before = manager.stats()
-    manager.commit_tokens({})  # a step in which nobody got on
+    manager.commit_tokens({})  # a step in which no request got on
     assert_same(before, manager.stats())
     with pytest.raises(ValueError, match="without prefix caching"):
         plain = new_manager(PLAIN)

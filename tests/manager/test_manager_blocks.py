@@ -91,7 +91,7 @@ def change(rng, manager):
     elif kind == "fork" and len(names) < ROWS:
         manager.fork_request(name, f"r{rng.integers(10**9)}")
     elif kind == "truncate":
-        with contextlib.suppress(kv.manager.WindowLost):  # hits behind the window
+        with contextlib.suppress(kv.manager.WindowLost):  # hits after the window
             manager.truncate_request(name, max(length - int(rng.integers(3)), 0))
     elif kind == "free":
         manager.free_request(name)
@@ -113,7 +113,7 @@ def test_as_many_blocks_as_are_needed_are_enough_and_one_less_is_not():
 
 @pytest.mark.slow
 def test_rows_of_one_call_help_each_other():
-    """A last owner that writes in place; a published block behind its copy helps from the next call on."""
+    """A last owner that writes in place; a published block after its copy helps from the next call on."""
     manager = kv.CacheManager(kv.init(CONFIG, storage=False), widths=[8])
 
     def needed(new):
@@ -135,7 +135,7 @@ def test_rows_of_one_call_help_each_other():
     manager.append_tokens({"a": [1] * 2})
     manager.commit_tokens("a")
     manager.truncate_request("a", 7)
-    # The published block behind "a" is copied, and is no block for "b" in the same call.
+    # The published block after "a" is copied, and is no block for "b" in the same call.
     manager.append_tokens({"b": [3] * 8})
     assert needed({"a": [2], "b": [2] * 8}) == (3, 0)
     assert needed({"b": [2] * 8, "a": [2]}) == (3, 0)

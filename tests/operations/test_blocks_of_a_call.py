@@ -140,7 +140,7 @@ def test_more_rows_copy_than_a_trip_has_places():
 
 @pytest.mark.slow
 def test_who_copies_when_blocks_are_short():
-    """Three owners of a last block. A writer that failed still owns: nobody after it is alone."""
+    """Three owners of a last block. A writer that failed still owns: no writer after it is alone."""
     for num_spare, expected in enumerate(([NONE, NONE, NONE], [OK, NONE, NONE], [OK, OK, OK])):
         pair = Pair(FULL)
         pair.start(0, 6)

@@ -45,7 +45,7 @@ def started(*kinds, **options):
 
 
 def compress(cache):
-    """Whole blocks, for what is behind the last token may be anything."""
+    """Whole blocks, for what is after the last token may be anything."""
     scores = np.random.default_rng(3).standard_normal((1, 32)).astype(np.float32)
     return kv.compression.compress(cache, [0], scores, [8])
 

@@ -79,7 +79,7 @@ class Store:
         self.check()
 
     def use(self, ids):
-        """Composes row 2 of chunks, one behind the other."""
+        """Composes row 2 of chunks, one after the other."""
         self.cache, _ = kv.allocate(self.cache, [2, ROWS], [1, 0])
         ids = [id_ for id_ in ids if id_ in self.chunks][:3]
         starts = np.cumsum([0, *(self.chunks[id_][2] for id_ in ids)])[:3]

@@ -96,7 +96,7 @@ def test_rows_are_served_in_the_order_of_the_call(crowded):
     assert np.asarray(cache.context_len)[[0, 2, 3, 4]].tolist() == [7, 5, 7, 5]
     assert_invariants(cache)
 
-    # Three owners of a tail and one block: whoever stands first in the call gets the copy.
+    # Three owners of a tail and one block: the one that is first in the call gets the copy.
     cache, _ = call("fork", crowded.cache, [6], [0])
     cache, found = call("allocate", cache, [1], [8])
     assert found == [Status.OK] and num_free(cache) == 1

@@ -194,7 +194,7 @@ def streamed(cache, target, window=6, **options):
 
 
 def make_streaming(num_dropped=0):
-    """Rows of 9, 18, 27 and 3 tokens in 3, 5, 7 and 1 blocks; row 2 may have dropped behind its fifth."""
+    """Rows of 9, 18, 27 and 3 tokens in 3, 5, 7 and 1 blocks; row 2 may have dropped after its fifth."""
     cache = make_cache([9, 18, 27, 3], extras=[kv.compression.Dropping()])
     cache, step = kv.extend(cache, [9, 18, 27, 3, 0], max_new=27)
     kv.raise_for_status(step.status, "extend")
@@ -217,7 +217,7 @@ def test_rows_drop_their_oldest_blocks_in_place_of_ending(target, dropped, held)
     assert rows == dropped and now == held
     assert after.is_active.tolist() == cache.is_active.tolist()
     for row, (was, num_blocks) in enumerate(zip((3, 5, 7, 1, 0), held, strict=True)):
-        gone = slice(1, 1 + was - num_blocks)  # behind the block of the sinks, whose other token stays
+        gone = slice(1, 1 + was - num_blocks)  # after the block of the sinks, whose other token stays
         before, left = (np.asarray(c.control.block_pools[0].block_table)[row] for c in (cache, after))
         np.testing.assert_array_equal(left[:num_blocks], np.delete(before[:was], gone))
         num_gone = 4 * (was - num_blocks)

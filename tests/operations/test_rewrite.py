@@ -75,7 +75,7 @@ def test_published_blocks_behind_a_copied_one_are_copied_too():
 
 @pytest.mark.slow
 def test_shared_blocks_behind_a_copied_one_are_copied_too():
-    """Another row may publish them, behind a parent that this row does not hold."""
+    """Another row may publish them, after a parent that this row does not hold."""
     cache, _ = kv.fork(row_of_text()[0].cache, [0], [1])
     cache, found = rewritten(cache, [1], [[5, 48]])
     assert found == [Status.OK] and num_copies(cache) == 3  # of columns 1 to 3, not of column 0

@@ -81,7 +81,7 @@ def test_cached_blocks_that_continue_a_scrubbed_one_go_along():
     user.start(1, text[:8] + user.new_text(2, 5))
     user.free(0)
     user.truncate(1, 5)
-    # Row 1 holds blocks 0 and 1 of the text; 2, 3 and 4 are cached behind them, and so is its own old block.
+    # Row 1 holds blocks 0 and 1 of the text; 2, 3 and 4 are cached after them, and so is its own old block.
     assert user.stats().num_blocks_cached == 4
     assert scrub_user(user, [1]) == 6
     assert user.stats().num_blocks_free == 24
@@ -112,7 +112,7 @@ def test_scrubbing_a_namespace_leaves_nothing_of_it():
     assert user.lookup(text, TENANT_A) == user.lookup(user.new_text(2, 13), TENANT_A) == 0
     assert user.lookup(text, TENANT_B) == 8 and user.lookup(user.new_text(4, 9), TENANT_B) == 8
     assert user.texts.keys() == {2}
-    # The rest of the last block behind 11 tokens was somebody's once.
+    # The rest of the last block after 11 tokens was another row's once.
     for half in user.cache.pools[0].k, user.cache.pools[0].v:
         rest = np.asarray(half).reshape(2, 24, 1, 4, 5)[:, kept[-1], :, 3:]
         assert not rest.any()

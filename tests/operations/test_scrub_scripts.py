@@ -56,7 +56,7 @@ def test_scrubbing_a_namespace_leaves_nothing_of_it_and_all_of_the_other():
         space = int(script.rng.integers(2))
         others = owned_slots(script.cache, NAMESPACES[1 - space])
         num_before += residue(script.cache, script, space)
-        # Also in blocks of the other, behind its tokens.
+        # Also in blocks of the other, after its tokens.
         blocks = with_nan(script.cache, [mask.any(axis=1, keepdims=True) for mask in others])
         num_beside += residue(blocks, script, space)
         prompts = [script.text(20) for _ in range(4)]

@@ -56,7 +56,7 @@ def started(rows=(0, 1, 2), lengths=(3, 5, 2)):
 
 
 def assert_held(cache, held):
-    """Row by row, `gather` reads the source back, bit for bit, and zeros behind it."""
+    """Row by row, `gather` reads the source back, bit for bit, and zeros after it."""
     for row, layers in held.items():
         for layer, (k, v) in zip(CONFIG.source_layers, layers, strict=True):
             *found, length = kv.gather(cache, row, layer)

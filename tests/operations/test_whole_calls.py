@@ -1,4 +1,4 @@
-"""All rows of a call act on the state before it: every operation x rows that repeat, name nobody or chain.
+"""All rows of a call act on the state before it: every operation x rows that repeat, name no row or chain.
 
 What an entry must not do is shown by a call in which it is skipped: that must leave the same bits.
 """

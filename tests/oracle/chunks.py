@@ -244,7 +244,7 @@ class OracleChunks(OracleCompression):
     def _first_kept(
         self, g: int, row: OracleRow, chunks: Sequence[tuple[int, int]], new_len: int
     ) -> int | None:
-        """Finds the first column behind the sinks that the row has then, as if it had grown at its end."""
+        """Finds the first column after the sinks that the row has then, as if it had grown at its end."""
         group = self.config.groups[g]
         if (window := group.kind.span.window) is None:
             return 0

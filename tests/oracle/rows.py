@@ -44,11 +44,11 @@ class OracleRow:
 
     @property
     def prefix_len(self) -> int:
-        """The first tokens that the row computed itself, behind one another."""
+        """The first tokens that the row computed itself, after one another."""
         return self.plain_len if self.first_composed is None else min(self.plain_len, self.first_composed)
 
     def note_let_go(self) -> None:
-        """Notes that what is behind the plain tokens is no longer where it was composed."""
+        """Notes that what is after the plain tokens is no longer where it was composed."""
         if self.first_composed is not None:
             self.first_composed = min(self.first_composed, self.plain_len)
 
@@ -286,7 +286,7 @@ class OracleRows(OracleBlocks):
         return dataclasses.replace(row, tokens=list(row.tokens), tables=tables)
 
     def _drop_columns(self, row: OracleRow, first: int, *, keeps_source: bool = False) -> None:
-        """Lets the blocks go that begin at token `first` or behind it, the last one first."""
+        """Lets the blocks go that begin at token `first` or after it, the last one first."""
         for g, group in enumerate(self.config.groups):
             if group.holds_sources and keeps_source:
                 continue
@@ -296,7 +296,7 @@ class OracleRows(OracleBlocks):
 
 
 def first_kept(group: LayerGroup, context_len: int) -> int:
-    """Finds the first column behind the sinks that a row of `context_len` tokens keeps when it grows."""
+    """Finds the first column after the sinks that a row of `context_len` tokens keeps when it grows."""
     span = group.kind.span
     if span.window is None:
         return 0

@@ -75,7 +75,7 @@ def test_candidates_are_what_eviction_gives_up(policy):
 
 @pytest.mark.slow
 def test_what_comes_back_is_what_left():
-    """Read back by rows that hit it: every token of every layer, windows and all; nobody else finds it."""
+    """Read back by rows that hit it: every token of every layer, windows and all; no other row finds it."""
     cache = filled(CONFIG, A, B, [5, 5, 5], namespace=(0, 0, 3))
     contents = export(cache, kv.tiers.eviction_candidates(cache, 6))
     assert sorted(contents.num_tokens.tolist()) == [0, 2, 2, 4, 4, 6]

@@ -54,7 +54,7 @@ DIFFERS = "At position {} the prompt has token {}, where the nearest cached sequ
         ([1, 2, 3, 4, 5, 6, 7, 8, 9], 8, ALL),
         ([1, 2, 3, 4, 5, 6, 7, 8], 4, ALL),
         ([1, 2, 3, 4], 0, ALL),
-        (list(range(1, 14)), 8, f"No cached sequence goes on behind position 8: {WHY}"),
+        (list(range(1, 14)), 8, f"No cached sequence goes on after position 8: {WHY}"),
     ],
 )
 def test_where_a_prompt_leaves_what_is_cached(two_texts, text, num_cached, why):
@@ -183,7 +183,7 @@ def test_a_prompt_that_no_row_can_hold(two_texts):
 
 
 def test_the_words_of_items_are_not_told():
-    """Whoever has them could ask for the item's blocks."""
+    """A caller who has them could ask for the item's blocks."""
     user = PrefixUser(CONFIG)
     image, other = (kv.item_tokens(name, 3).tolist() for name in (b"an image", b"another"))
     user.start(0, [1, *image, 5])

@@ -158,7 +158,7 @@ def test_rows_that_are_committed_together_collide(four_bits, monkeypatch, per_ba
 
 @pytest.mark.slow
 def test_a_block_behind_one_that_collides_is_not_followed(four_bits):
-    """Row 1's chain ends at once; row 2 has its second block, behind what row 1's first one looks like."""
+    """Row 1's chain ends at once; row 2 has its second block, after what row 1's first one looks like."""
     config = dataclasses.replace(CONFIG, num_blocks=9)
     cache = kv.init(config, storage=False)
     blocks = jnp.asarray([[i, i] for i in range(40)])

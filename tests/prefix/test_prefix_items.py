@@ -52,7 +52,7 @@ def user():
     ("tokens", "num_cached", "num_items"),
     [
         (prompt(tail=(8, 9, 10, 11)), 28, 2),  # 7 full blocks, both images within
-        (prompt(second=b"bird"), 16, 1),  # 16 of 18 equal tokens, behind the first image
+        (prompt(second=b"bird"), 16, 1),  # 16 of 18 equal tokens, after the first image
         (prompt(first=b"bird"), 4, 0),  # one block of text before the first image
         (prompt()[:22], 16, 1),  # 20 would end inside the second image
         (prompt()[:14], 4, 0),  # 12 would end inside the first one

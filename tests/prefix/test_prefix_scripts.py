@@ -15,7 +15,7 @@ from tests.support.random_script import ROWS, WIDTH, Driver, padded
 
 
 class FreshDriver(PrefixDriver):
-    """Its tokens are nobody else's."""
+    """Its tokens are no other row's."""
 
     new_tokens = Driver.new_tokens
 

@@ -129,7 +129,7 @@ def test_evicting_either_of_two_linked_blocks_breaks_no_link():
 
 @pytest.mark.slow
 def test_forks_that_are_committed_together_do_not_both_keep_the_block_they_share():
-    """They part within a block of the indexed group, behind a whole one of the other group."""
+    """They part within a block of the indexed group, after a whole one of the other group."""
     layers = [kv.FullAttention(1, 5), kv.SlidingWindow(1, 5, window=6, block_size=2)]
     sizes = dict(num_blocks=12, block_size=4, max_seqs=4, max_seq_len=24, max_query_len=8)
     cache = kv.init(kv.CacheConfig(layers, **sizes, enable_prefix_caching=True))

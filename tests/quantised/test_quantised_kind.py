@@ -244,7 +244,7 @@ def permuted(cache):
 def written(row, cuts, block_size=4, is_packed=False, is_busy=False):
     """A cache whose `row` holds `tokens_of(LENGTH)`, written in pieces that end at `cuts`."""
     cache = permuted(kv.init(config_of(FORMATS, block_size, enable_prefix_caching=True)))
-    rows, lengths = [row, 3 if is_busy else 4], [LENGTH, 9]  # nobody is row 4
+    rows, lengths = [row, 3 if is_busy else 4], [LENGTH, 9]  # there is no row 4
     text = np.zeros((2, LENGTH), np.int32)
     text[0] = np.arange(LENGTH)
     cache, _ = kv.allocate(testing.poison(cache), rows, lengths, tokens=text)

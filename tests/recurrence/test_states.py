@@ -209,7 +209,7 @@ def test_a_block_that_fills_is_folded_whatever_its_rollback():
     cache, _ = kv.allocate(cache, [0, 3], [0, 0])
     text, step = np.random.default_rng(2).integers(3, size=21).astype(np.int32), kv.donate(_plain_step)
     for place, token in enumerate(text):
-        # The second row is three tokens behind.
+        # The second row is three tokens shorter.
         new = np.zeros((6, 1), np.int32)
         new[0], new[3] = token, text[place - 3] if place >= 3 else 0
         cache, out = step(cache, np.array([1, 0, 0, int(place >= 3), 0, 0], np.int32), new)

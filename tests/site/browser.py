@@ -70,7 +70,7 @@ def look(page, address: str, place: str, scheme: str) -> list[str]:
 def search(page, address: str, words: str, place: str) -> list[str]:
     """Types into the search of the start page; the first results must name the page."""
     page.goto(address, wait_until="networkidle")
-    if page.is_visible("label.md-header__button[for=__search]"):  # on a phone the field is behind it
+    if page.is_visible("label.md-header__button[for=__search]"):  # on a phone the field is under it
         page.click("label.md-header__button[for=__search]")
     page.click("input.md-search__input")
     page.keyboard.type(words)

@@ -14,6 +14,6 @@ class Sections(griffe.Extension):
             return
         text = re.sub(r"(?m)^Example:$", "Examples:", obj.docstring.value)  # a section of code
         if isinstance(obj, griffe.Function) and obj.returns is not None:
-            # What stands before a colon would be read as the type.
+            # What is before a colon would be read as the type.
             text = re.sub(r"(?m)^Returns:\n\s+", lambda match: f"{match.group()}{obj.returns}: ", text)
         obj.docstring.value = text

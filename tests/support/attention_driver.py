@@ -147,7 +147,7 @@ class AttentionDriver:
         return (size * self.rng.standard_normal(shape)).astype(np.float32).astype(self.dtype)
 
     def inputs(self, num_new, expected):
-        """Arrays for one step, NaN wherever no token of a row that ought to succeed stands."""
+        """Arrays for one step, NaN wherever there is no token of a row that ought to succeed."""
         shape = (self.width,) if self.packed else (self.config.max_seqs, self.width)
         starts = np.concatenate([[0], np.cumsum(num_new)])
 

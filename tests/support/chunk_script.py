@@ -103,7 +103,7 @@ def _span(rng, driver, row: int) -> tuple[int, int]:
 
 
 def _placed(rng, driver, row: int) -> list[tuple[int, int]]:
-    """Chunks for a row and where to, mostly one behind the other or with a gap, in any order."""
+    """Chunks for a row and where to, mostly one after the other or with a gap, in any order."""
     place, chunks = len(driver.oracle.rows[row].tokens) if row in driver.oracle.rows else 3, []
     space = driver.oracle.rows[row].namespace if row in driver.oracle.rows else None
     likely = [i for i, chunk in driver.oracle.chunks.items() if chunk.namespace == space]

@@ -8,7 +8,7 @@ import numpy as np
 def dense_attention(
     q, k, v, *, window=None, num_sink_tokens=0, sink_logits=None, soft_cap=None, is_hidden=False
 ):
-    """Of one row, the queries being its last tokens; nobody sees the keys that are hidden, bool[L].
+    """Of one row, the queries being its last tokens; no query sees the keys that are hidden, bool[L].
 
     q [T, num_q_heads, head_dim], k and v [L, num_kv_heads, head_dim] -> out like q, lse [T, num_q_heads].
     """

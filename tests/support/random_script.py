@@ -74,7 +74,7 @@ class Driver:
         return Oracle(self.config)
 
     def new_tokens(self, length: int) -> list[int]:
-        """Ids that nobody used recently, so that a stale slot never looks right."""
+        """Ids that no token had recently, so that a stale slot never looks right."""
         start = self.next_token
         self.next_token += length
         return [token % NUM_TOKENS_RANGE for token in range(start, start + length)]

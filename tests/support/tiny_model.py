@@ -22,7 +22,7 @@ def _make_params(seed, scale):
         "embedding": jax.random.normal(keys[0], (VOCAB, WIDTH)),
         "layers": [jax.random.normal(key, (WIDTH, 4 * WIDTH)) * 0.9 for key in keys[1:-1]],
         "head": jax.random.normal(keys[-1], (WIDTH, VOCAB)) * scale,
-        "after": jnp.zeros((VOCAB, VOCAB)),  # what is added to the logits behind each token
+        "after": jnp.zeros((VOCAB, VOCAB)),  # what is added to the logits after each token
     }
 
 
