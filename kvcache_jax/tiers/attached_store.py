@@ -42,6 +42,8 @@ from kvcache_jax.tiers.save_blocks import (
 from kvcache_jax.tiers.stored_block import BlockName, Scope, pack_block
 
 _MOST_KEYS, _MOST_PROMPTS = 2**18, 1024
+_MOST_VALUES = 64
+"""Values that are held at a time before they are copied: of a file each, mapped, takes a descriptor."""
 _READ, _WRITE, _END = range(3)
 
 
@@ -272,8 +274,9 @@ class AttachedStore(Attachment):
             try:
                 found = list(entries_of(text, scope, config, num_slots, self._questions, held))
                 keys = [entry.key for entry in found]
-                values = zip(keys, self._questions.get(keys), strict=True)
-                look.read.put([(key, value) for key, value in values if value is not None])
+                for some in itertools.batched(keys, _MOST_VALUES):
+                    values = zip(some, self._questions.get(some), strict=True)
+                    look.read.put([(key, value) for key, value in values if value is not None])
                 search.found.extend(found)
             finally:
                 search.is_done.set()

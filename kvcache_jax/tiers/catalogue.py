@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from kvcache_jax.tiers.stored_block import BadValueError, Scope, key_of, pack, u
 
 _ROW = np.dtype([("key", "V32"), ("anchor", "V32"), ("group_id", "<u2"), ("slot", "<u2"), ("stamp", "<u8")])
 _NO_KEY = "0" * 64
+_NAMESPACE = re.compile("[0-9a-f]{32}")
 _MOST_ROWS = 2**18
 _BATCH = 256
 _MOST_TRIES = 16
@@ -164,7 +166,8 @@ def read_namespaces(store: Questions, weights: str, config: str) -> list[str]:
 
 def _names_in(header: Mapping[str, Any]) -> list[str]:
     names = header.get("namespaces")
-    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+    names = names if isinstance(names, list) else []
+    return [name for name in names if isinstance(name, str) and _NAMESPACE.fullmatch(name)]
 
 
 def write_namespaces(store: Questions, weights: str, config: str, namespaces: Sequence[str]) -> None:

@@ -62,8 +62,18 @@ class DirectoryStore:
         return [self._file(key).exists() for key in keys]
 
     def get(self, keys: Sequence[str]) -> list[Data | None]:
-        """Reads the value of each key as mapped memory; None for a miss."""
-        return [self._read(self._file(key)) for key in keys]
+        """Reads the value of each key as mapped memory; None for a miss, or for a file that alone fails."""
+        found: list[Data | None] = []
+        failures = []
+        for key in keys:
+            try:
+                found.append(self._read(self._file(key)))
+            except OSError as error:
+                found.append(None)
+                failures.append(error)
+        if failures and len(failures) == len(keys):
+            raise failures[0]
+        return found
 
     def put(self, items: Sequence[tuple[str, Data]]) -> None:
         """Writes pairs of a key and a value."""

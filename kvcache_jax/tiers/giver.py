@@ -68,9 +68,15 @@ class Ticket(NamedTuple):
 def as_ticket(ticket: Any) -> Ticket:
     """Takes a ticket, also as the list that JSON makes of it."""
     try:
-        return Ticket(*ticket)
+        found = Ticket(*ticket)
     except TypeError:
-        raise TypeError(f"ticket is {ticket!r}, expected a Ticket, or its fields in a list") from None
+        found = None
+    kinds = Ticket.__annotations__.values()
+    if found is None or not all(map(isinstance, found, kinds)):
+        raise TypeError(f"ticket is {ticket!r}, expected a Ticket, or its fields in a list")
+    if not found.host.isprintable() or " " in found.host:
+        raise ValueError(f"the ticket's host is {found.host!r}, expected a name or an address")
+    return found
 
 
 @dataclasses.dataclass
@@ -245,6 +251,7 @@ class Giver(Attachment):
         """
         if cache is not None:
             self.look(cache)
+        ticket = as_ticket(ticket)
         with self._lock:
             if offer := self._offer_of(ticket):
                 offer.is_whole, offer.ends_at = True, self._end_of_lease()
@@ -252,6 +259,7 @@ class Giver(Attachment):
 
     def release(self, ticket: Ticket) -> None:
         """Ends a lease now; one that has ended is left alone."""
+        ticket = as_ticket(ticket)
         with self._lock:
             if self._offer_of(ticket):
                 del self._offers[ticket.number]

@@ -202,7 +202,7 @@ def _unpack(data: Data) -> tuple[bytes, memoryview]:
 def _parsed(text: bytes) -> dict[str, Any]:
     try:
         header = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # of many brackets
         raise BadValueError("no header") from error
     if not isinstance(header, dict):
         raise BadValueError("no header")

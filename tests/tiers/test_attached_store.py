@@ -2,12 +2,14 @@
 
 import dataclasses
 import threading
+import weakref
 
 import numpy as np
 import pytest
 
 import kvcache_jax as kv
 from kvcache_jax import testing
+from kvcache_jax.tiers import attached_store
 from tests.support.prefix_user import CONFIG, TENANT_A, TENANT_B, PrefixUser
 
 pytestmark = pytest.mark.contract
@@ -62,6 +64,39 @@ def test_nothing_waits_for_a_slow_store(store):
     assert link.close() and not link.report().reasons and link.num_dropped == 0
     again, report = kv.tiers.load(store, kv.init(CONFIG), weights="w")
     assert report.num_loaded == 6 and not report.reasons  # all are listed
+
+
+class OpenFiles(kv.tiers.MemoryStore):
+    """A store that counts the values that are held of those it gave: of a `DirectoryStore`, open files."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_open = self.most_open = 0
+
+    def get(self, keys):
+        found = [value and memoryview(value) for value in super().get(keys)]
+        for value in found:
+            if value is not None:
+                self.num_open += 1
+                weakref.finalize(value, self.close_one)
+        self.most_open = max(self.most_open, self.num_open)
+        return found
+
+    def close_one(self):
+        self.num_open -= 1
+
+
+def test_a_long_prompt_holds_few_files_open(monkeypatch):
+    monkeypatch.setattr(attached_store, "_MOST_VALUES", 3)
+    store = OpenFiles()
+    user, cold = served((1, 29)), PrefixUser(CONFIG)
+    kv.tiers.save(user.cache, store, weights="w")
+    link, prompt = attached(store), user.new_text(1, 29)
+    cold.cache, is_done = link.find(cold.cache, prompt)
+    assert not is_done and link.close()
+    cold.cache, is_done = link.find(cold.cache, prompt)
+    assert is_done and cold.start(1, prompt) == 28
+    assert 3 <= store.most_open < 7 and store.num_open == 0
 
 
 def test_what_the_queue_has_no_room_for_is_dropped_and_counted(store):

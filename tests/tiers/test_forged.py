@@ -1,12 +1,14 @@
 """What a store may forge: keys of its own, and lists of them."""
 
+import contextlib
 import dataclasses
 
 import numpy as np
 import pytest
 
 import kvcache_jax as kv
-from kvcache_jax.tiers.catalogue import Questions, read_entries, write_entries
+from kvcache_jax.tiers import stored_block
+from kvcache_jax.tiers.catalogue import Questions, read_entries, write_entries, write_namespaces
 from kvcache_jax.tiers.save_blocks import scopes_of
 from kvcache_jax.tiers.stored_block import (
     BadValueError,
@@ -14,6 +16,7 @@ from kvcache_jax.tiers.stored_block import (
     Scope,
     arrays_text,
     pack_block,
+    unpack,
     unpack_block,
 )
 from tests.support.prefix_user import CONFIG, PrefixUser
@@ -58,6 +61,42 @@ def test_of_two_blocks_for_one_place_none_is_read_over_the_other(older):
     for text in texts:
         user.start(0, text)  # which compares all that it hits
         user.free(0)
+
+
+@pytest.mark.parametrize("namespace", ["zz", "0" * 64])
+def test_a_forged_list_names_namespaces_alone(namespace):
+    """Another name is none, though there are blocks of it."""
+    user, store, report = PrefixUser(CONFIG), kv.tiers.MemoryStore(), None
+    user.start(0, user.new_text(1, 5))
+    user.free(0)
+    kv.tiers.save(user.cache, store, weights=W)
+    scope, questions = scopes_of(user.cache, W, ["0" * 32])["0" * 32], Questions(store)
+    [entry] = read_entries(questions, scope)
+    header, _ = unpack(store.get([entry.key])[0] or b"")
+    named = BlockName(scope._replace(namespace=namespace), "", tuple(header["tokens"]), 0)
+    arrays = {name: np.zeros(shape, dtype) for name, dtype, shape in header["arrays"]}
+    store.put([(named.key, pack_block(named, arrays))])
+    write_entries(questions, named.scope, lambda _: [entry._replace(key=named.key)])
+    write_namespaces(questions, W, scope.config, [namespace])
+    with contextlib.suppress(ValueError):
+        _, report = kv.tiers.load(store, kv.init(CONFIG), weights=W)
+    assert report is not None and report.num_loaded == 1
+
+
+def test_a_header_of_many_brackets_is_none():
+    """Of a list and of a block, also beside a loop, whose thread goes on."""
+    user, store, reports = PrefixUser(CONFIG), kv.tiers.MemoryStore(), []
+    user.start(0, prompt := user.new_text(1, 13))
+    user.free(0)
+    kv.tiers.save(user.cache, store, weights=W)
+    store.put([(key, stored_block._pack(b"[" * 99_999, [])) for key in [*store._values]])
+    link = kv.tiers.AttachedStore(store, weights=W, timeout=60.0)
+    link.save(user.cache)
+    assert link.close() and dict(link.report().reasons) == {"list no header": 2}
+    for prompts in (None, [prompt]):
+        with contextlib.suppress(RecursionError):
+            reports.append(dict(kv.tiers.load(store, kv.init(CONFIG), weights=W, prompts=prompts)[1].reasons))
+    assert reports == [{"no header": 1, "the block before it is dropped": 2}, {}]
 
 
 def released(value):

@@ -226,6 +226,18 @@ def test_a_directory_of_others_is_read(tmp_path, monkeypatch):
     os.utime.assert_called_once()  # type: ignore
 
 
+def test_a_file_that_cannot_be_read_costs_no_other(tmp_path):
+    """Of a bad sector or without rights: here a folder."""
+    store, found = DirectoryStore(tmp_path), None
+    store.put([(KEYS[0], b"value")])
+    (tmp_path / KEYS[1][:2] / KEYS[1][2:]).mkdir(parents=True)
+    with contextlib.suppress(OSError):
+        found = read(store, KEYS[:3])
+    assert found == [b"value", None, None]
+    with pytest.raises(IsADirectoryError):
+        store.get(KEYS[1:2])
+
+
 def test_values_used_longest_ago_make_room(tmp_path):
     limited = [kv.tiers.MemoryStore(100), DirectoryStore(tmp_path, max_bytes=100)]
     for store in limited:

@@ -200,6 +200,24 @@ def test_a_ticket_of_no_offer_is_a_miss(giver, field, value):
     assert giver.num_offers == 1
 
 
+def test_what_is_no_ticket_is_refused_by_name(giver):
+    ticket = giver.offer(text_of(1))
+    users = [
+        giver.finish,
+        giver.release,
+        kv.tiers.PeerStore().expect,
+        lambda ticket: kv.tiers.take(ticket, kv.init(CONFIG), text_of(1), weights="w"),
+    ]
+    for use in users:
+        for bad in (ticket._replace(weights=None), 3, ticket[:5], [1] * 6):
+            with pytest.raises(TypeError, match=r"^ticket is .*, expected a Ticket, or its fields in a list"):
+                use(bad)
+        with pytest.raises(ValueError, match="the ticket's host is 'a b', expected a name or an address"):
+            use(ticket._replace(host="a b"))
+    giver.release([*ticket])
+    assert giver.num_offers == 0
+
+
 @pytest.mark.parametrize("how", ["gone", "silent", "trickling"])
 def test_a_giver_that_fails_is_a_miss_in_bounded_time(giver, how):
     _, ticket = offered(giver, text_of(1))
