@@ -170,6 +170,30 @@ def test_an_explicit_mesh_is_a_mesh_too():
     assert refused is None and texts[0] == texts[1] == texts[2]
 
 
+@pytest.mark.quick_cases("made without a mesh")
+@pytest.mark.parametrize("num_devices", [0, 2], ids=["made without a mesh", "made in one"])
+def test_a_mesh_that_the_caller_sets_later_is_none_of_the_engines(num_devices):
+    """Without a placement; a thread that drains has not the mesh of the thread which made the engine."""
+    made_in, other = (
+        jax.make_mesh((num,), (name,), devices=jax.devices()[:num]) if num else None
+        for num, name in ((num_devices, "data"), (3, "other"))
+    )
+
+    def within(mesh):
+        return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
+
+    texts, refused = [], None
+    try:
+        with within(made_in):
+            engine = kv.Engine(exact_model.forward, make_params(), config(num_blocks=11), **SIZES)
+        for each in (other, None):
+            with within(each):
+                texts.append(engine.lower().as_text())
+    except ValueError as error:
+        refused = error
+    assert refused is None and texts[0] == texts[1]
+
+
 def test_heads_that_a_mesh_does_not_divide():
     mesh = Mesh(np.array(jax.devices()[:2]), ("heads",))
     with pytest.raises(
