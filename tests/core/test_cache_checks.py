@@ -254,18 +254,19 @@ def test_shapes_are_no_cache(step):
             operation(shapes, step)
 
 
-def test_what_a_cache_was_mapped_to_is_no_cache(cache, step):
+@pytest.mark.parametrize(("leaf", "name"), [(None, "NoneType"), (0, "int")])
+def test_what_a_cache_was_mapped_to_is_no_cache(cache, step, leaf, name):
     """Such as the axes that vmap maps, or what a partition of its leaves left out."""
-    for of_leaf, name in ((lambda x: None, "NoneType"), (lambda x: 0, "int")):
-        other = jax.tree.map(of_leaf, cache)
-        calls = [lambda operation=operation: operation(other, step) for operation in ON_DEVICE.values()]
-        calls += [lambda operation=operation: operation(other) for operation in ON_HOST.values()]
-        for operation, call in zip(ON_DEVICE | ON_HOST, calls, strict=True):
-            try:
-                with pytest.raises(TypeError, match=f"^{operation} got a {name} in the cache, expected arrays"):
-                    call()
-            except AttributeError as error:
-                raise AssertionError(f"{operation} looks at what is no array") from error
+    other = jax.tree.map(lambda x: leaf, cache)
+    calls = {operation: (call, (other, step)) for operation, call in ON_DEVICE.items()}
+    calls |= {operation: (call, (other,)) for operation, call in ON_HOST.items()}
+    for operation, (call, args) in calls.items():
+        says = f"^{operation} got a {name} in the cache, expected arrays"
+        try:
+            with pytest.raises(TypeError, match=says):
+                call(*args)
+        except AttributeError as error:
+            raise AssertionError(f"{operation} looks at what is no array") from error
 
 
 @pytest.mark.slow
