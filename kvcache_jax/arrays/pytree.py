@@ -32,7 +32,8 @@ def pytree_dataclass(static: Static | None = None) -> Callable[[T], T]:
         prints_itself = "__repr__" in vars(cls)
         cls = dataclasses.dataclass(frozen=True, eq=False, kw_only=True)(cls)
         if not prints_itself:
-            cls.__repr__ = _showing_deleted(cls.__repr__)
+            made: Any = cls
+            made.__repr__ = _showing_deleted(made.__repr__)
         meta = [static.field] if static else []
         data = [f.name for f in dataclasses.fields(cls) if f.name not in meta]
         jax.tree_util.register_dataclass(cls, data_fields=data, meta_fields=meta)

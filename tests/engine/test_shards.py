@@ -173,7 +173,10 @@ def test_an_explicit_mesh_is_a_mesh_too():
 @pytest.mark.quick_cases("made without a mesh")
 @pytest.mark.parametrize("num_devices", [0, 2], ids=["made without a mesh", "made in one"])
 def test_a_mesh_that_the_caller_sets_later_is_none_of_the_engines(num_devices):
-    """Without a placement; a thread that drains has not the mesh of the thread which made the engine."""
+    """Without a placement; a thread that drains has not the mesh of the thread which made the engine.
+
+    A model is traced in the mesh in which its engine was made.
+    """
     made_in, other = (
         jax.make_mesh((num,), (name,), devices=jax.devices()[:num]) if num else None
         for num, name in ((num_devices, "data"), (3, "other"))
@@ -182,16 +185,20 @@ def test_a_mesh_that_the_caller_sets_later_is_none_of_the_engines(num_devices):
     def within(mesh):
         return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
 
-    texts, refused = [], None
+    def traced(params, tokens, cache, step):
+        axes.add(jax.sharding.get_abstract_mesh().axis_names)
+        return exact_model.forward(params, tokens, cache, step)
+
+    texts, axes, refused = [], set(), None
     try:
         with within(made_in):
-            engine = kv.Engine(exact_model.forward, make_params(), config(num_blocks=11), **SIZES)
+            engine = kv.Engine(traced, make_params(), config(num_blocks=11), **SIZES)
         for each in (other, None):
             with within(each):
                 texts.append(engine.lower().as_text())
     except ValueError as error:
         refused = error
-    assert refused is None and texts[0] == texts[1]
+    assert refused is None and texts[0] == texts[1] and axes == {("data",) * (num_devices > 0)}
 
 
 def test_heads_that_a_mesh_does_not_divide():
