@@ -278,7 +278,7 @@ def _received(tokens: TokenMetadata) -> jax.Array:
 
 
 def _unit(vectors: jax.Array) -> jax.Array:
-    """Scales vectors to the length 1; those of 0 stay, where `jax_debug_nans` would stop at 0 / 0."""
+    """Scales vectors to the length 1; zeros stay, for `jax_debug_nans` would stop at 0 / 0."""
     length = jnp.linalg.norm(vectors, axis=-1, keepdims=True)
     return vectors / jnp.where(length > 0, length, 1)
 
