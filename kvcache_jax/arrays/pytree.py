@@ -1,12 +1,14 @@
 """Frozen dataclasses as pytrees: how every state of this library is declared."""
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, dataclass_transform
 
 import jax
 import jax.export
+from jax.core import Tracer
 
 T = TypeVar("T", bound=type)
 
@@ -27,7 +29,11 @@ def pytree_dataclass(static: Static | None = None) -> Callable[[T], T]:
     """Makes a class a frozen, keyword-only dataclass, a pytree, and known to `jax.export`."""
 
     def decorate(cls: T) -> T:
+        prints_itself = "__repr__" in vars(cls)
         cls = dataclasses.dataclass(frozen=True, eq=False, kw_only=True)(cls)
+        if not prints_itself:
+            made: Any = cls
+            made.__repr__ = _showing_deleted(made.__repr__)
         meta = [static.field] if static else []
         data = [f.name for f in dataclasses.fields(cls) if f.name not in meta]
         jax.tree_util.register_dataclass(cls, data_fields=data, meta_fields=meta)
@@ -42,6 +48,16 @@ def pytree_dataclass(static: Static | None = None) -> Callable[[T], T]:
         return cls
 
     return decorate
+
+
+def _showing_deleted(show: Callable[[Any], str]) -> Callable[[Any], str]:
+    """Names arrays that a step was given, where jax would raise an error."""
+
+    def name(leaf: Any) -> Any:
+        is_deleted = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted()
+        return f"deleted {leaf.dtype.name}{[*leaf.shape]}" if is_deleted else leaf
+
+    return functools.wraps(show)(lambda state: show(jax.tree.map(name, state)))
 
 
 def require_format(version: Any) -> None:

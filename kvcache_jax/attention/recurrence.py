@@ -74,8 +74,9 @@ def recurrence(
     plan, slots = step.plans[place.group_id], step.slots[place.group_id]
     note_call(plan, config.groups[place.group_id], place.layer, layer)
     new, weights = arguments.jax_arrays("new", dict(new)), arguments.jax_arrays("weights", weights)
-    pools, (new, weights) = storage.refuse_derivatives(config.groups[place.group_id], (pools, (new, weights)))
-    pools, out = _advance(config, groups, pools, place.layer, new, weights, plan, slots)
+    found = _advance(config, groups, pools, place.layer, new, weights, plan, slots)
+    # The results, which a gradient comes to first: before the loops that jax would name.
+    pools, out = storage.refuse_derivatives(config.groups[place.group_id], found)
     for g, pool in zip(groups, pools, strict=True):
         cache = storage.with_pool(cache, g, pool)
     return cache, out

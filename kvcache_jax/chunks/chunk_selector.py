@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.export
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
@@ -46,6 +47,8 @@ class ChunkMetadata(NamedTuple):
     v_deviation: jax.Array | None = None
     key: jax.Array | None = None
 
+
+jax.export.register_namedtuple_serialization(ChunkMetadata, serialized_name="kvcache_jax.ChunkMetadata")
 
 Selector = Callable[[ChunkMetadata], jax.Array]
 

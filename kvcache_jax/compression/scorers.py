@@ -198,7 +198,8 @@ _WINDOW, _POOL, _SINKS = 64, 5, 4
 def _snapkv(tokens: TokenMetadata) -> jax.Array:
     """Scores by the attention of the last tokens, and keeps these (SnapKV, Li et al., arXiv:2404.14469)."""
     is_last = tokens.is_last(tokens.num_queries)
-    received = jnp.where(is_last, 0, _received(tokens) / _float(tokens.num_queries)[:, None, None])
+    num_queries = jnp.maximum(tokens.num_queries, 1)[:, None, None]
+    received = jnp.where(is_last, 0, _received(tokens) / _float(num_queries))
     padded = jnp.pad(received, [(0, 0), (0, 0), (_POOL // 2, _POOL // 2)])
     width = received.shape[-1]
     pooled = sum((padded[..., i : i + width] for i in range(_POOL)), jnp.zeros_like(received)) / _POOL
@@ -226,10 +227,8 @@ def _tova(tokens: TokenMetadata) -> jax.Array:
 def _keydiff(tokens: TokenMetadata) -> jax.Array:
     """Scores by how unlike a key is to the mean key (KeyDiff, Park et al., arXiv:2504.15364)."""
     assert tokens.k is not None
-    unit = tokens.k / jnp.linalg.norm(tokens.k, axis=-1, keepdims=True)
-    unit = jnp.where(tokens.is_token[:, None, :, None], unit, 0)
-    anchor = unit.sum(axis=2, keepdims=True)
-    return -jnp.sum(unit * anchor, axis=-1) / jnp.linalg.norm(anchor, axis=-1)
+    unit = jnp.where(tokens.is_token[:, None, :, None], _unit(tokens.k), 0)
+    return -jnp.sum(unit * _unit(unit.sum(axis=2, keepdims=True)), axis=-1)
 
 
 @token_scorer("knorm", needs=["k"])
@@ -250,7 +249,8 @@ def _expected_attention(tokens: TokenMetadata) -> jax.Array:
     spread = jnp.einsum("nhsd,nhgde,nhse->nhgs", tokens.k, covariance, tokens.k, precision="highest")
     logits += spread / (2 * dim)
     is_scored = tokens.is_token[:, None] & (tokens.places >= _SINKS)
-    shares = jax.nn.softmax(jnp.where(is_scored[:, :, None], logits, -jnp.inf), axis=-1)
+    least = jnp.finfo(logits.dtype).min  # no -inf, for a row may have sinks alone
+    shares = jax.nn.softmax(jnp.where(is_scored[:, :, None], logits, least), axis=-1)
     length = jnp.where(is_scored, jnp.linalg.norm(tokens.v, axis=-1), 0)
     scores = (shares.mean(axis=2) + 1e-2) * length
     return jnp.where(tokens.places < _SINKS, scores.max(axis=-1, keepdims=True) + 1, scores)
@@ -275,6 +275,12 @@ def _received(tokens: TokenMetadata) -> jax.Array:
     """Sums the weights that each token gets, f32[n, num_q_heads, S]."""
     assert tokens.attention is not None
     return tokens.attention.sum(axis=2)
+
+
+def _unit(vectors: jax.Array) -> jax.Array:
+    """Scales vectors to the length 1; zeros stay, for `jax_debug_nans` would stop at 0 / 0."""
+    length = jnp.linalg.norm(vectors, axis=-1, keepdims=True)
+    return vectors / jnp.where(length > 0, length, 1)
 
 
 def _float(counts: jax.Array) -> jax.Array:

@@ -17,6 +17,11 @@ def require_cache(caller: str, cache: Any) -> None:
             f"{caller} got a {type(cache).__name__}, expected a Cache: the one that init built, or the "
             "first of what an operation returned"
         )
+    if not hasattr(cache.control.is_active, "ndim"):  # such as a tree of None, or of axes
+        raise TypeError(
+            f"{caller} got a {type(cache.control.is_active).__name__} in the cache, expected arrays: the "
+            "cache itself, not what jax.tree.map made of it"
+        )
 
 
 def require_one(caller: str, cache: Cache, advice: str = "call it under jax.vmap, or on one") -> None:

@@ -27,7 +27,7 @@ def is_traced(control: Any) -> bool:
 
 def missing_values(control: Any) -> str | None:
     """Returns the type of an array without values, such as a tracer; None if all have values."""
-    for leaf in jax.tree.leaves(control):
+    for leaf in [control.is_active, *jax.tree.leaves(control)]:  # None is no leaf
         if isinstance(leaf, Tracer) or not isinstance(leaf, _HAS_VALUES):
             return type(leaf).__name__
     return None

@@ -221,7 +221,8 @@ class Device:
                 change(shard, self._seen[shard])
             return
         try:
-            self._state = dataclasses.replace(state, cache=change(0, state.cache))
+            with self._shards.own_mesh():
+                self._state = dataclasses.replace(state, cache=change(0, state.cache))
         except Exception as error:
             self._check(state, error)
             raise

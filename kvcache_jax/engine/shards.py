@@ -71,9 +71,13 @@ class Shards:
         self._apart: tuple[Any, list, _Structure] | None = None
         if mesh is None:
             self._home = self.home = _home_of(params)
+            around = jax.sharding.get_mesh()
+            lives_there = self._home.device_set == {*around.devices.flat}
+            self._own_mesh = around if lives_there else Mesh(np.empty((), object), ())
             self._program = _program_at(self._home, config)
             self._params_at = jax.tree.map(lambda x: x.sharding if _is_committed(x) else self._home, params)
         else:
+            self._own_mesh = mesh
             self._program = self._program_on(mesh)
             self.exchange = Exchange(mesh, self._row_axis, config, self._cache_specs, self.team)
             self._params_at = _places_of(self._params_spec, params, mesh)
@@ -94,7 +98,7 @@ class Shards:
         """
         mesh = self._mesh
         if mesh is None:
-            with jax.default_device(next(iter(self._home.device_set))):
+            with self.own_mesh(), jax.default_device(next(iter(self._home.device_set))):
                 state = empty_state(init(self._config), sizes, outbox_shape, counters[0])
             return jax.device_put(state, _homes(self._home, self._config))
         config = dataclasses.replace(self._config, head_axis=None, context_axis=None)
@@ -171,8 +175,11 @@ class Shards:
             return self._program.lower(*self._passed(params), state, news, length, model, options)
 
     def own_mesh(self) -> contextlib.AbstractContextManager:
-        """Sets the mesh, where the caller may have set another one, or the same with axes of other types."""
-        return contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh)
+        """Sets the mesh of the placement, else the one in which the engine was made if it lives there.
+
+        The caller may have set another one since, or the same with axes of other types.
+        """
+        return jax.set_mesh(self._own_mesh)
 
     def _passed(self, params: Any) -> tuple[Any, "_Structure | None"]:
         """Takes parameters apart once: of a module that would be most of what a dispatch costs the host."""

@@ -124,10 +124,11 @@ def find_prefixes(
         return _Search(first + num_at_once, found, hashes[:, -1], ids[:, -1], is_hit[:, -1])
 
     num_padded = num_columns + -num_columns % max(num_at_once, 1)
-    nothing = jnp.full_like(num_tokens, nowhere)
-    found = jnp.full_like(num_tokens, nowhere, shape=(nothing.size, num_padded))
     root = root_hash(hash_key, namespace)
-    search = _Search(jnp.int32(0), found, root, nothing, jnp.ones_like(num_tokens, bool))
+    # Of the index's type, which `full_like` forgets: its mesh need not be set, and prompts may be on none.
+    nothing = (root[:, 0] & 0).astype(jnp.int32) + nowhere
+    found = jnp.broadcast_to(nothing[:, None], (nothing.size, num_padded))
+    search = _Search(jnp.int32(0), found, root, nothing, nothing == nowhere)
     if num_at_once == num_columns:
         return find_some(search).found if num_columns else found
 

@@ -28,7 +28,7 @@ from kvcache_jax.layers.span import ceil_div
 from kvcache_jax.tiers.hosted import host_groups, tier_of, with_tier
 
 HOST_MEMORY = "pinned_host"
-"""The kind of memory, as jax calls it."""
+"""The kind of memory, as jax calls it. Arrays of a cache's copy stay in the memory where that was put."""
 
 type Kept = tuple[dict[str, jax.Array], ...]
 """The host's arrays per layer group by name, `[blocks of the host, heads or 1, tiles * 8, 128]`.
@@ -189,7 +189,7 @@ def _move_each(group: LayerGroup) -> Any:
             moved = {}
             for name, array in group.arrays:
                 block = _as_kept(get_at(arrays[name], _places(rows, array)), array, kept[name])
-                block = jax.device_put(block, jax.memory.Space.Host)
+                block = jax.device_put(block, jax.typeof(kept[name]).memory_space)
                 moved[name] = lax.dynamic_update_slice_in_dim(kept[name], block, ids[i], 0)
             return moved
 
@@ -231,12 +231,11 @@ def overwrite(kept: Kept, masks: list[jax.Array]) -> Kept:
         ids, _, num_blocks = _listed(jnp.where(mask, 0, 1), 1)
 
         def clear(i: jax.Array, arrays: dict[str, jax.Array], ids: jax.Array = ids) -> dict[str, jax.Array]:
-            return {
-                name: lax.dynamic_update_slice_in_dim(
-                    x, jax.device_put(jnp.zeros((1, *x.shape[1:]), x.dtype), jax.memory.Space.Host), ids[i], 0
-                )
-                for name, x in arrays.items()
-            }
+            moved = {}
+            for name, x in arrays.items():
+                block = jax.device_put(jnp.zeros((1, *x.shape[1:]), x.dtype), jax.typeof(x).memory_space)
+                moved[name] = lax.dynamic_update_slice_in_dim(x, block, ids[i], 0)
+            return moved
 
         cleared.append(lax.fori_loop(0, num_blocks, clear, arrays))
     return tuple(cleared)

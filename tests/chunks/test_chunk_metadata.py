@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import jax
+import jax.export
 import numpy as np
 import pytest
 
@@ -47,6 +49,21 @@ def test_tokens_of_chunks_are_described_at_their_places():
         [7, 8, 15],
         [0, 21, 21],
     ]
+
+
+def test_a_step_that_returns_it_is_exported():
+    cache = stored()
+
+    def described(cache):
+        return kv.chunks.metadata(cache, np.array([[0, 2]]), np.array([[0, 15]]))
+
+    exported, refused = jax.export.export(jax.jit(described))(cache), None
+    try:
+        found = jax.export.deserialize(exported.serialize()).call(cache)
+    except ValueError as error:
+        refused = error
+    assert refused is None and isinstance(found, kv.chunks.Metadata)
+    assert [x.tolist() for x in found[:4]] == [x.tolist() for x in described(cache)[:4]]
 
 
 def test_what_is_no_chunk_at_a_place_is_refused():

@@ -25,7 +25,7 @@ def metadata():
     k, v = (rng.standard_normal((ROWS, KV_HEADS, PLACES, DIM), np.float32) for _ in "kv")
     is_token = np.arange(PLACES)[None] < lengths[:, None]
     for x in (k, v):
-        x[np.broadcast_to(~is_token[:, None], x.shape[:3])] = 0
+        x[np.broadcast_to(~is_token[:, None], x.shape[:3])] = np.nan
     mean = rng.standard_normal((ROWS, Q_HEADS, DIM), np.float32)
     root = rng.standard_normal((ROWS, Q_HEADS, DIM, DIM), np.float32)
     covariance = root @ root.swapaxes(-1, -2)
@@ -116,6 +116,32 @@ def test_a_scorer_is_what_kvpress_says(expected):
             covariance=TOKENS.queries[1][row],
         )
         np.testing.assert_allclose(scores[row, :, :length], want, rtol=2e-5, atol=1e-6)
+
+
+NAMES = ["snapkv", "h2o", "tova", "keydiff", "knorm", "expected attention", "recency"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_token_has_a_number_also_in_rows_of_few_tokens_and_of_no_new_ones(name):
+    """And no 0 / 0 is computed on the way, where a caller has `jax_debug_nans`: a slot may hold zeros."""
+    lengths = np.array([3, 21, 0])
+    is_token = np.arange(PLACES)[None] < lengths[:, None]
+    arrays = {field: np.nan_to_num(getattr(TOKENS, field)) for field in ("k", "v")}
+    tokens = TOKENS._replace(
+        is_token=is_token,
+        num_tokens=jnp.array(lengths),
+        num_queries=jnp.array([3, 0, 0]),
+        attention=TOKENS.attention * is_token[:, None, None] * (lengths == 3)[:, None, None, None],
+        **{field: x * is_token[:, None, :, None] for field, x in arrays.items()},
+    )
+    stopped = None
+    try:
+        with jax.debug_nans(True):
+            scores = np.asarray(scorers.scores_by(name, tokens))
+    except FloatingPointError as error:
+        stopped = error
+    assert stopped is None
+    assert not np.isnan(scores[np.broadcast_to(is_token[:, None], scores.shape)]).any()
 
 
 def test_chance_differs_by_head_and_key():

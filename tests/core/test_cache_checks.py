@@ -254,6 +254,21 @@ def test_shapes_are_no_cache(step):
             operation(shapes, step)
 
 
+@pytest.mark.parametrize(("leaf", "name"), [(None, "NoneType"), (0, "int")])
+def test_what_a_cache_was_mapped_to_is_no_cache(cache, step, leaf, name):
+    """Such as the axes that vmap maps, or what a partition of its leaves left out."""
+    other = jax.tree.map(lambda x: leaf, cache)
+    calls = {operation: (call, (other, step)) for operation, call in ON_DEVICE.items()}
+    calls |= {operation: (call, (other,)) for operation, call in ON_HOST.items()}
+    for operation, (call, args) in calls.items():
+        says = f"^{operation} got a {name} in the cache, expected arrays"
+        try:
+            with pytest.raises(TypeError, match=says):
+                call(*args)
+        except AttributeError as error:
+            raise AssertionError(f"{operation} looks at what is no array") from error
+
+
 @pytest.mark.slow
 def test_donated_caches_say_so(step):
     cache = kv.init(CONFIG)
@@ -283,5 +298,24 @@ def test_donated_caches_say_so_without_a_prefix_cache_too():
 
 
 def test_a_cache_of_anything_can_be_shown(cache):
-    for leaves in (jax.tree.map(lambda x: x.shape, cache), jax.tree.map(lambda x: x.sharding, cache)):
-        assert "block_table" in repr(leaves)
+    for of_leaf in (lambda x: x.shape, lambda x: x.sharding, lambda x: None):
+        try:
+            assert "block_table" in repr(jax.tree.map(of_leaf, cache))
+        except AttributeError as error:
+            raise AssertionError("it is not shown") from error
+
+
+def test_states_that_were_donated_can_be_shown(started):
+    def shown(state):
+        try:
+            return repr(state)
+        except RuntimeError as error:
+            raise AssertionError(f"it is not shown: {error}") from error
+
+    cache, step = jax.tree.map(np.array, started)
+    state = jax.device_put((cache.control, cache.pools, step))
+    assert "deleted" not in shown(state)
+    jax.tree.map(lambda x: x.delete(), state)
+    control, pools, step = map(shown, state)
+    assert "is_active='deleted bool[3]', context_len='deleted int32[3]'" in control
+    assert "KVPool(arrays={'k': 'deleted float32[8, 2, 4, 8]'" in pools and "table_row='deleted" in step

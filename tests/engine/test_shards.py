@@ -170,6 +170,37 @@ def test_an_explicit_mesh_is_a_mesh_too():
     assert refused is None and texts[0] == texts[1] == texts[2]
 
 
+@pytest.mark.quick_cases("made without a mesh")
+@pytest.mark.parametrize("num_devices", [0, 2], ids=["made without a mesh", "made in one"])
+def test_a_mesh_that_the_caller_sets_later_is_none_of_the_engines(num_devices):
+    """Without a placement; a thread that drains has not the mesh of the thread which made the engine.
+
+    A model is traced in the mesh in which its engine was made.
+    """
+    made_in, other = (
+        jax.make_mesh((num,), (name,), devices=jax.devices()[:num]) if num else None
+        for num, name in ((num_devices, "data"), (3, "other"))
+    )
+
+    def within(mesh):
+        return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
+
+    def traced(params, tokens, cache, step):
+        axes.add(jax.sharding.get_abstract_mesh().axis_names)
+        return exact_model.forward(params, tokens, cache, step)
+
+    texts, axes, refused = [], set(), None
+    try:
+        with within(made_in):
+            engine = kv.Engine(traced, make_params(), config(num_blocks=11), **SIZES)
+        for each in (other, None):
+            with within(each):
+                texts.append(engine.lower().as_text())
+    except ValueError as error:
+        refused = error
+    assert refused is None and texts[0] == texts[1] and axes == {("data",) * (num_devices > 0)}
+
+
 def test_heads_that_a_mesh_does_not_divide():
     mesh = Mesh(np.array(jax.devices()[:2]), ("heads",))
     with pytest.raises(

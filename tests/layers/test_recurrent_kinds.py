@@ -3,7 +3,9 @@
 The rows of one cache come in pieces of their own, among them drafts that are taken back.
 """
 
+import dataclasses
 import functools
+import re
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -224,15 +226,25 @@ def test_gradients_pass_through_a_kind_with_padding(name):
     assert all(np.any(grad) for grad in jax.tree.leaves(grads[2]))
 
 
-def test_gradients_through_a_cache_are_refused():
-    cache, new = kv.init(config_of(["rg-lru"])), jax.tree.map(lambda x: x[:, :3], INPUTS["rg-lru"])
+@pytest.mark.parametrize("name", ["rg-lru", "mamba-2"])
+def test_gradients_through_a_cache_are_refused(name):
+    """Also where loops fold what is stored."""
+    cache, new = kv.init(config_of([name])), jax.tree.map(lambda x: x[:, :3], INPUTS[name])
 
-    def total(new):
-        _, step = kv.extend(cache, [3] * ROWS, max_new=3)
-        return kv.recurrence(cache, 1, new, step)[1].sum()
+    def total(new, pools):
+        held = dataclasses.replace(cache, pools=pools)
+        held, step = kv.extend(held, [3] * ROWS, max_new=3)
+        held, out = kv.recurrence(held, 1, new, step, weights=WEIGHTS[name])
+        return out.sum() + sum(x.sum() for x in jax.tree.leaves(held.pools))
 
-    with pytest.raises(NotImplementedError, match="got a gradient through RGLRU recent layers, which have"):
-        jax.eval_shape(jax.grad(total), new)
+    says = "^got a gradient through (RGLRU recent|Mamba2 .*) layers, which have none"
+    for argnum in (0, 1):
+        refused = None
+        try:
+            jax.eval_shape(jax.grad(total, argnum), new, cache.pools)
+        except (NotImplementedError, ValueError) as error:
+            refused = str(error)
+        assert refused is not None and re.match(says, refused), refused
 
 
 def test_kinds_are_exported_by_their_fields():

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import kvcache_jax as kv
@@ -96,3 +96,17 @@ def test_a_prompt_longer_than_its_tokens_takes_no_hits_of_others(monkeypatch, pu
     both = jnp.asarray([texts[0][:36]] * 2, jnp.int32)
     found = jax.jit(lambda *arguments: found_in(*arguments))(cache, both, jnp.array([36, 99], jnp.int32))
     assert found[0] == 32
+
+
+def test_a_cache_on_explicit_axes_is_asked_where_no_mesh_is_set(monkeypatch, published):
+    monkeypatch.setattr(prefix_index, "_TOKENS_ON_CPUS", 3 * BLOCK)
+    cache, texts = published
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    prompts, lengths = some_prompts(texts, 0)
+    find, refused = jax.jit(lambda *arguments: found_in(*arguments)), None
+    try:
+        found = find(jax.device_put(cache, NamedSharding(mesh, P())), prompts, lengths).tolist()
+    except Exception as error:  # jax's, which has no public name
+        refused = error
+    assert refused is None
+    assert found == [expected_of(texts, *pair) for pair in zip(prompts, lengths, strict=True)]

@@ -1,11 +1,13 @@
 """A host tier: what the device evicts is found there again, with the contents that it had."""
 
 import dataclasses
+import pickle
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import SingleDeviceSharding
 
 import kvcache_jax as kv
 from kvcache_jax import Status, testing
@@ -250,6 +252,42 @@ def test_forgotten_contents_are_forgotten_on_the_host(user):
     assert user.serve(a, b, c, a) == [0, 0, 0, 16]
     assert kv.check_invariants(kv.reset(user.cache)) == []
     assert int(kv.tiers.host_stats(kv.reset(user.cache)).num_cached) == 0
+
+
+COPIES = {
+    "fetched": jax.device_get,
+    "pickled": lambda cache: pickle.loads(pickle.dumps(cache)),
+    "on another device": lambda cache: jax.device_put(cache, SingleDeviceSharding(jax.devices()[1])),
+    "stacked": lambda cache: jax.tree.map(lambda x: np.stack([x]), cache),
+}
+
+
+@pytest.mark.parametrize("how", ["fetched", "stacked"])
+def test_a_copy_of_a_cache_keeps_its_contents_where_they_were_put(how):
+    """Which is no host memory; of an operation each array has the type that it had before."""
+    cache = COPIES[how](kv.init(HOSTED))
+
+    def change(cache):
+        cache, _ = append_tokens(cache, np.zeros((4, 16), np.int32), np.zeros(4, np.int32))
+        return kv.scrub(cache, [0])[0]
+
+    program = jax.jit(jax.vmap(change) if how == "stacked" else change)
+    types, refused = [jax.typeof(leaf) for leaf in jax.tree.leaves(cache)], None
+    try:
+        shapes = jax.tree.leaves(program.eval_shape(cache))
+    except ValueError as error:
+        refused = error
+    assert refused is None and [(x.shape, x.dtype) for x in shapes] == [(x.shape, x.dtype) for x in types]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["fetched", "pickled", "on another device"])
+def test_prefixes_come_back_from_the_host_of_a_copy(user, how):
+    a, b, c = texts_of(user, 1, 2, 3)
+    user.serve(a, b, c)
+    user.cache = COPIES[how](user.cache)
+    assert user.serve(a, b) == [16, 16]
+    assert user.host().num_promoted >= 8
 
 
 def hosted_numbers(cache):
