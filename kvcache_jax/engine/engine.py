@@ -73,7 +73,7 @@ class Engine:
     after `EngineFailed`, when it is `reset`.
 
     Args:
-      forward: The model, as for `generate`; must be pure.
+      forward: The model, as for `generate`, pure. It sees the mesh that is set now if the engine lives there.
       params: Its parameters. The engine lives on the device, or the mesh, to which they are committed, else
         on the default device; later ones are moved there.
       config: Of the cache that the engine makes.
