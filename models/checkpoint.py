@@ -293,7 +293,7 @@ def _source(decoder: Decoder, names: Names, path: tuple[Any, ...], shape: tuple[
 
 
 def _file_shapes(sources: list[_Source]) -> dict[str, tuple[int, ...]]:
-    """The shapes of tensors by name; one has the outputs of all leaves that share it."""
+    """The shapes of tensors by name; a tensor has the outputs of all leaves that share it."""
     names = [(source, name) for source in sources for name in source.tensors.values()]
     num_outputs = collections.Counter()
     for source, name in names:

@@ -140,7 +140,7 @@ class DecoderConfig:
       has_split_layers: Whether a layer is a mixer or an MLP, None in `mixers`, but not both (Nemotron-H).
       rope: The rotations; None for keys and queries that are not rotated.
       rotated: Per layer whether it has rotations (SmolLM 3); empty if all layers have them.
-      window_rope: The same of layers with a window, where they differ (Gemma 3); else None.
+      window_rope: The rotations of layers with a window, where they differ (Gemma 3); else None.
       latents: Multi-head latent attention (DeepSeek); None for keys and values of their own.
       experts: Mixtures of experts in place of later layers' MLPs (DeepSeek); None for MLPs everywhere.
       norm_eps: Added to the mean square in every norm.

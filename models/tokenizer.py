@@ -61,7 +61,7 @@ class FileTokenizer:
             self.inner = tokenizers.Tokenizer.from_str(pathlib.Path(path).read_text(encoding="utf-8"))
         except Exception as error:  # the library raises nothing narrower
             raise ValueError(f"{path} is no tokenizer.json: {error}") from error
-        # How its training cut or filled texts up is in the file too; a prompt is to stay as it is.
+        # The file also says how training cut and padded texts; a prompt is to stay as it is.
         self.inner.no_truncation()
         self.inner.no_padding()
 

@@ -2,7 +2,7 @@
 
 Prompts are lines of JSON, `{"chunks": ["a passage", ...], "question": "what comes after them"}`. Passages
 and questions are tokenised apart, so that a passage has the same tokens at every place. What follows each
-token of the question is predicted and compared: with the answer after it, that of the answer too.
+token of the question is predicted and compared: with the answer after it, each token of the answer too.
 """
 
 import json

@@ -1,6 +1,6 @@
 """The decoder without a paged cache: on dense static arrays, and on none. What `decode_speed` compares with.
 
-The layers are those of `models.decoder`; only what is between a layer's queries, keys and values and its
+The layers are `models.decoder`'s; only what is between a layer's queries, keys and values and its
 output differs, and that is a function here.
 """
 

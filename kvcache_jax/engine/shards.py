@@ -98,7 +98,7 @@ class Shards:
         """
         mesh = self._mesh
         if mesh is None:
-            with self.own_mesh(), jax.default_device(next(iter(self._home.device_set))):
+            with jax.default_device(next(iter(self._home.device_set))):
                 state = empty_state(init(self._config), sizes, outbox_shape, counters[0])
             return jax.device_put(state, _homes(self._home, self._config))
         config = dataclasses.replace(self._config, head_axis=None, context_axis=None)

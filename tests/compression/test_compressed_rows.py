@@ -140,7 +140,7 @@ class Texts:
     "options", [ONE_GROUP, pytest.param(TWO_GROUPS, marks=pytest.mark.slow)], ids=["group", "groups"]
 )
 def test_each_layer_and_head_keeps_its_own_tokens(options):
-    """In private blocks, in those of a fork and in published ones; twice, and with tokens after."""
+    """In private blocks, in a fork's and in published ones; twice, and with tokens after."""
     texts = Texts(options, num_blocks=13 if options is ONE_GROUP else 26)
     texts.start([2, 0, 1])
     for num_new in ([5, 5, 3, 0], [5, 4, 0, 0], [5, 5, 4, 0], [4, 0, 0, 0]):

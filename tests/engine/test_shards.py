@@ -170,35 +170,43 @@ def test_an_explicit_mesh_is_a_mesh_too():
     assert refused is None and texts[0] == texts[1] == texts[2]
 
 
-@pytest.mark.quick_cases("made without a mesh")
-@pytest.mark.parametrize("num_devices", [0, 2], ids=["made without a mesh", "made in one"])
-def test_a_mesh_that_the_caller_sets_later_is_none_of_the_engines(num_devices):
+@pytest.mark.quick_cases("made where another mesh is set")
+@pytest.mark.parametrize(
+    ("made_in", "sees"),
+    [(slice(1, 3), ()), (None, ()), (slice(2), ("data",))],
+    ids=["made where another mesh is set", "made without a mesh", "made in its own"],
+)
+def test_a_mesh_that_the_caller_sets_later_is_none_of_the_engines(made_in, sees):
     """Without a placement; a thread that drains has not the mesh of the thread which made the engine.
 
-    A model is traced in the mesh in which its engine was made.
+    A model is traced, and a cache shown, in the mesh in which the engine was made, if it lives there.
     """
-    made_in, other = (
-        jax.make_mesh((num,), (name,), devices=jax.devices()[:num]) if num else None
-        for num, name in ((num_devices, "data"), (3, "other"))
-    )
+    devices, params = jax.devices(), make_params()
+    if made_in == slice(1, 3):
+        params = jax.device_put(params, devices[0])
 
-    def within(mesh):
+    def within(chosen, name):
+        mesh = chosen and jax.make_mesh((len(devices[chosen]),), (name,), devices=devices[chosen])
         return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
 
-    def traced(params, tokens, cache, step):
-        axes.add(jax.sharding.get_abstract_mesh().axis_names)
-        return exact_model.forward(params, tokens, cache, step)
+    def note(result):
+        axes.append(jax.sharding.get_abstract_mesh().axis_names)
+        return result
 
-    texts, axes, refused = [], set(), None
+    def traced(params, tokens, cache, step):
+        return note(exact_model.forward(params, tokens, cache, step))
+
+    texts, axes, refused = [], [], None
     try:
-        with within(made_in):
-            engine = kv.Engine(traced, make_params(), config(num_blocks=11), **SIZES)
-        for each in (other, None):
-            with within(each):
+        with within(made_in, "data"):
+            engine = kv.Engine(traced, params, config(num_blocks=11), **SIZES)
+        for chosen in (slice(3), None):
+            with within(chosen, "other"):
                 texts.append(engine.lower().as_text())
+                engine._device.change_caches(lambda shard, cache: note(cache))
     except ValueError as error:
         refused = error
-    assert refused is None and texts[0] == texts[1] and axes == {("data",) * (num_devices > 0)}
+    assert refused is None and texts[0] == texts[1] and len(axes) > 2 and {*axes} == {sees}
 
 
 def test_heads_that_a_mesh_does_not_divide():

@@ -64,7 +64,7 @@ def test_rows_share_the_prefix_and_need_every_block_of_the_pool(decoder, prefix,
 
 
 def test_a_prefix_starts_as_what_the_cache_keeps_of_a_text(decoder, windows, cache):
-    """After the keys and values of a text, the loss is that of reading it."""
+    """After the keys and values of a text, the loss is the same as of reading it."""
     tokens = jnp.asarray(TEXT[:PREFIX_LEN], jnp.int32)
     whole = jnp.concatenate([jnp.broadcast_to(tokens, (NUM_ROWS, len(tokens))), windows], axis=1)
     learned = jax.jit(learned_prefix.prefix_of)(decoder, tokens)
