@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar, dataclass_transform
 
 import jax
 import jax.export
+from jax.core import Tracer
 
 T = TypeVar("T", bound=type)
 
@@ -53,7 +54,7 @@ def _showing_deleted(show: Callable[[Any], str]) -> Callable[[Any], str]:
     """Names arrays that a step was given, where jax would raise an error."""
 
     def name(leaf: Any) -> Any:
-        is_deleted = isinstance(leaf, jax.Array) and leaf.is_deleted()
+        is_deleted = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted()
         return f"deleted {leaf.dtype.name}{[*leaf.shape]}" if is_deleted else leaf
 
     return functools.wraps(show)(lambda state: show(jax.tree.map(name, state)))

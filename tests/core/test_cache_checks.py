@@ -1,5 +1,6 @@
 """Stacked, traced and donated caches: taken where that is possible, and refused by name where it is not."""
 
+import contextlib
 import dataclasses
 import gc
 import inspect
@@ -303,6 +304,15 @@ def test_a_cache_of_anything_can_be_shown(cache):
             assert "block_table" in repr(jax.tree.map(of_leaf, cache))
         except AttributeError as error:
             raise AssertionError("it is not shown") from error
+
+
+def test_states_that_are_traced_can_be_shown(started):
+    shown = []
+    with contextlib.suppress(jax.errors.ConcretizationTypeError):
+        jax.eval_shape(
+            lambda cache, step: shown.extend(map(repr, (cache.control, cache.pools, step))), *started
+        )
+    assert len(shown) == 3 and all("Tracer(" in text for text in shown)
 
 
 def test_states_that_were_donated_can_be_shown(started):
