@@ -9,7 +9,7 @@ EXTRAS := tests,training
 WORKERS := $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$(( n < 2 ? 2 : n > 8 ? 8 : n )))
 PYTEST := -m pytest -n $(WORKERS) --dist loadfile --max-worker-restart=2 $(AGAIN) \
 	-o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
-# Compilers allocate much: in large pages, where glibc and the kernel have them, they take about a tenth less time.
+# Compilers allocate much, which is quicker in large pages, where glibc and the kernel have them.
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 SHARED = $(if $(SHARE),--share $(SHARE))
 # What runs on the oldest supported jax: the tests marked `contract`. Only their files are read, for others import
