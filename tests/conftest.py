@@ -25,6 +25,7 @@ import jax
 import pytest
 
 from kvcache_jax.decoding import arguments
+from tests.support import few_kernels
 
 MAPS = pathlib.Path("/proc/self/maps")
 SHARED_ROOMS = "tests/engine", "tests/decoding"
@@ -41,6 +42,10 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_legacy_prng_key", "error")
+
+# On the oldest jax as its users compile.
+if jax.__version_info__ >= (0, 12):
+    few_kernels.install()
 
 # Tracing makes millions of objects and few cycles: looking for those seldom saves a twentieth of the time.
 gc.set_threshold(100_000, 50, 100)
