@@ -44,6 +44,7 @@ from tests.kinds.kind_rows import (
 )
 from tests.kinds.published_rows import commit, evict, hit, partial_hit, transfer
 from tests.kinds.table import KINDS, PROPERTIES, NoMeaning, Refused
+from tests.support.few_kernels import compile_for_users
 from tests.support.helpers import assert_same, leaf_bytes, num_copies, statuses
 
 
@@ -114,7 +115,7 @@ def in_place(kind):
     ones = np.ones(NUM_ROWS, np.int32)
     sources = np.arange(NUM_ROWS), np.zeros((NUM_ROWS, SOURCE_WIDTH), np.int32), ones
     arguments = make_params(len(kind.layers)), sources, np.zeros((NUM_ROWS, WIDTH), np.int32), ones
-    program = kv.donate(step).lower(cache, *arguments).compile()
+    program = compile_for_users(kv.donate(step).lower(cache, *arguments))
     memory = program.memory_analysis()
     used = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     assert used < min(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(cache.pools))

@@ -11,6 +11,7 @@ import kvcache_jax as kv
 from kvcache_jax.core.eviction_policy import eviction_keys, policies
 from kvcache_jax.prefix import victim_heap
 from tests.oracle.blocks import EVICTION_KEYS, OracleBlock
+from tests.support.few_kernels import compile_for_users
 from tests.support.prefix_script import (
     MIXED,
     NAMESPACES,
@@ -361,7 +362,7 @@ def test_eviction_copies_nothing_of_the_pools_size():
 
     def temporaries(num_blocks):
         config = config_of("lfu", num_blocks=num_blocks)
-        program = kv.donate(lambda cache: kv.evict(cache, 5)).lower(kv.init(config, storage=False)).compile()
-        return program.memory_analysis().temp_size_in_bytes
+        lowered = kv.donate(lambda cache: kv.evict(cache, 5)).lower(kv.init(config, storage=False))
+        return compile_for_users(lowered).memory_analysis().temp_size_in_bytes
 
     assert temporaries(8_000) - temporaries(1_000) <= 7_000 * 20

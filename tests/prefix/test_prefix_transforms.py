@@ -15,6 +15,7 @@ import kvcache_jax as kv
 from kvcache_jax import Status
 from kvcache_jax.blocks import block_pool
 from kvcache_jax.operations import commit, evict, lookup, rows
+from tests.support.few_kernels import compile_for_users
 from tests.support.helpers import append_donated, append_tokens, assert_same, leaf_bytes, statuses
 from tests.support.prefix_script import SCRIPT_CONFIG, PrefixDriver
 from tests.support.prefix_user import CONFIG, TENANT_A, TENANT_B
@@ -248,7 +249,7 @@ def test_compiled_operations_copy_no_array_of_blocks(name, num_rows):
     config = kv.CacheConfig([kv.FullAttention(2, 64), window], **limits, enable_prefix_caching=True)
     cache = jax.eval_shape(functools.partial(kv.init, config, storage=False))
     ids, texts = (jax.ShapeDtypeStruct((num_rows, *shape), jnp.int32) for shape in ((), (3,)))
-    compiled = kv.donate(OPERATIONS[name]).lower(cache, ids, ids, texts).compile()
+    compiled = compile_for_users(kv.donate(OPERATIONS[name]).lower(cache, ids, ids, texts))
     copied = re.findall(r" = \w+\[([\d,]+)\]\S* copy\(", compiled.as_text())
     assert max((math.prod(map(int, shape.split(","))) for shape in copied), default=0) < 2**16
     memory = compiled.memory_analysis()

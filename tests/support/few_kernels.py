@@ -4,7 +4,7 @@ XLA's CPU backend compiles each fusion of a program by itself, which takes it 8 
 library is hundreds of fusions of a few numbers. For small loops it has another way: a call with the attribute
 `xla_cpu_small_call` becomes one kernel. Here each run of operations that this way knows becomes such a call,
 just before a program for one CPU is compiled, which takes a third of the time then. What a test traces or
-lowers is as it was.
+lowers is as it was, and what it looks at in a program is in what `compile_for_users` returns.
 """
 
 import functools
@@ -12,11 +12,12 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 from jax._src import compiler
 from jax._src.interpreters import mlir
 from jax._src.lib.mlir import ir
 
-ATTRIBUTE = "xla_cpu_small_call"
+PREFIX = "outlined_"  # of the functions' names
 
 # Products and scatters have kernels of their own, and sorts, calls of libraries and callbacks are no kernels.
 KNOWN = frozenset(
@@ -35,6 +36,7 @@ BRANCHES = "stablehlo.case", "stablehlo.if", "stablehlo.while"
 MIN_OPERATIONS = 4
 # From this many numbers on, a library sums floats.
 MAX_SUMMED = 4095
+FOR_USERS: list[jax.stages.Lowered] = []  # which are being compiled as for users
 
 
 @functools.cache
@@ -43,13 +45,24 @@ def install() -> None:
     compile_module: Callable[..., Any] = compiler.compile_or_get_cached
 
     def compile_few_kernels(backend, module, devices, *args, **kwargs):
-        if backend.platform == "cpu" and devices.size == 1:
+        if backend.platform == "cpu" and devices.size == 1 and not FOR_USERS:
             # The caller may still read the module that it has lowered.
             module = ir.Module.parse(mlir.module_to_bytecode(module), context=module.context)
             _Program(module).outline()
         return compile_module(backend, module, devices, *args, **kwargs)
 
     compiler.compile_or_get_cached = compile_few_kernels
+
+
+def compile_for_users(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    """Compiles as XLA does for users, for a test that looks at copies, memory or the text of the program."""
+    FOR_USERS.append(lowered)
+    try:
+        compiled = lowered.compile()
+    finally:
+        FOR_USERS.pop()
+    assert PREFIX not in compiled.as_text(), "got what a call compiled, expected to compile first"
+    return compiled
 
 
 class _Program:
@@ -151,7 +164,7 @@ class _Program:
         packed = ir.TupleType.get_tuple([value.type for value in elements])
         parameter = _create("stablehlo.tuple", [packed], elements, start).results[0]
 
-        name = f"outlined_{self.num_outlined}"
+        name = f"{PREFIX}{self.num_outlined}"
         self.num_outlined += 1
         result_types = [*result_types, number]
         function = ir.Operation.create(
@@ -170,7 +183,7 @@ class _Program:
             "mhlo.frontend_attributes": ir.DictAttr.get(
                 {
                     "inlineable": ir.StringAttr.get("false"),
-                    ATTRIBUTE: ir.StringAttr.get("true"),
+                    "xla_cpu_small_call": ir.StringAttr.get("true"),
                 }
             ),
         }

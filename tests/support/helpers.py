@@ -17,6 +17,7 @@ import kvcache_jax as kv
 from kvcache_jax import testing
 from kvcache_jax.core.state import row_fields
 from kvcache_jax.testing import poison
+from tests.support.few_kernels import compile_for_users
 
 # ---------------------------------------------------------------------------------------
 # what many tests begin with
@@ -322,7 +323,7 @@ def first_program(patch, name):
 
     def call(*args, **options):
         if not texts:
-            texts.append(jitted.lower(*args, **options).compile().as_text())
+            texts.append(compile_for_users(jitted.lower(*args, **options)).as_text())
         return jitted(*args, **options)
 
     call.eval_shape = getattr(jitted, "eval_shape", None)

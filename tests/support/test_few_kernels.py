@@ -59,5 +59,5 @@ def test_few_kernels_compute_what_the_operations_do(function):
         expected = function(x, y)
     for got, right in zip(jax.tree.leaves(compiled(x, y)), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(got, right, rtol=1e-5)
-    assert few_kernels.ATTRIBUTE in compiled.as_text()
-    assert few_kernels.ATTRIBUTE not in lowered.as_text()
+    assert few_kernels.PREFIX in compiled.as_text()
+    assert few_kernels.PREFIX not in lowered.as_text()

@@ -12,6 +12,7 @@ from jax.sharding import SingleDeviceSharding
 import kvcache_jax as kv
 from kvcache_jax import Status, testing
 from kvcache_jax.core.config import config_from_json, config_to_json
+from tests.support.few_kernels import compile_for_users
 from tests.support.helpers import append_donated, append_tokens, leaf_bytes
 from tests.support.prefix_user import CONFIG, TENANT_A, TENANT_B, PrefixUser
 
@@ -212,7 +213,8 @@ def test_a_donated_step_copies_neither_the_pools_nor_what_the_host_has():
     layers, extras = [kv.FullAttention(2, 64)] * 2, [kv.tiers.Host(num_blocks=4096)]
     config = dataclasses.replace(HOSTED, layers=layers, num_blocks=2048, extras=extras)
     cache = kv.init(config)  # whose arrays say in which memory they are
-    program = kv.donate(step).lower(cache, np.zeros((4, 17), np.int32), np.zeros(4, np.int32)).compile()
+    lowered = kv.donate(step).lower(cache, np.zeros((4, 17), np.int32), np.zeros(4, np.int32))
+    program = compile_for_users(lowered)
     memory = program.memory_analysis()
     used = memory.temp_size_in_bytes + memory.host_temp_size_in_bytes
     used += memory.output_size_in_bytes - memory.alias_size_in_bytes
