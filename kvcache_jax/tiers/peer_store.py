@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from jax.typing import ArrayLike
 
-from kvcache_jax.arrays.number_checks import finite_number
+from kvcache_jax.arrays.number_checks import positive_seconds
 from kvcache_jax.core import token_arguments
 from kvcache_jax.core.state import Cache
 from kvcache_jax.tiers.block_store import Data, checked_key
@@ -39,10 +39,13 @@ class PeerStore:
     Attributes:
       timeout: Seconds that a call takes at most; so long, too, `contains` waits for an offer that is not
         finished.
+
+    Raises:
+      ValueError, TypeError: no positive number of seconds, no tickets.
     """
 
     def __init__(self, *tickets: Ticket, timeout: float = 5.0):
-        self.timeout = finite_number("timeout", timeout)
+        self.timeout = positive_seconds("timeout", timeout)
         self._peers: list[_Peer] = []
         for ticket in tickets:
             self.expect(ticket)

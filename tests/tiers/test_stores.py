@@ -1,6 +1,7 @@
 """Stores of bytes: what every store does, directories that processes share, and writers that are killed."""
 
 import contextlib
+import functools
 import os
 import resource
 import shutil
@@ -213,6 +214,20 @@ def test_a_limit_that_is_none_is_refused(tmp_path, max_bytes):
     ):
         with pytest.raises(ValueError, match="max_bytes is .*, expected a positive int"):
             make(max_bytes=max_bytes)
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), "5", None])
+def test_a_time_that_is_none_is_refused(timeout):
+    """Else each call of the store would fail, and cost hits without a word."""
+    for make in (functools.partial(kv.tiers.ValkeyStore, "unix:///nowhere"), kv.tiers.PeerStore):
+        with pytest.raises(ValueError, match="timeout is .*, expected a (positive|finite) number"):
+            make(timeout=timeout)
+
+
+def test_an_address_that_is_none_is_refused():
+    for name, options in (("url", dict(url=5)), ("prefix", dict(url="unix:///nowhere", prefix=b"a"))):
+        with pytest.raises(TypeError, match=f"{name} is .*, expected a string"):
+            kv.tiers.ValkeyStore(**options)
 
 
 def test_a_directory_of_others_is_read(tmp_path, monkeypatch):
