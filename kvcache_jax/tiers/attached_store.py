@@ -19,7 +19,7 @@ from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import Cache
 from kvcache_jax.tiers.block_store import BlockStore, MemoryStore
 from kvcache_jax.tiers.catalogue import Questions, StoreReport
-from kvcache_jax.tiers.load_blocks import entries_of, load, load_entries, on_device, slots_of
+from kvcache_jax.tiers.load_blocks import COUNTED, entries_of, load, load_entries, on_device, slots_of
 from kvcache_jax.tiers.published import (
     Entry,
     Keyed,
@@ -276,20 +276,20 @@ class AttachedStore(Attachment):
         scope = scopes_of(cache, self._weights, [words])[words]
         search = _Search(scope, [], threading.Event(), ends_at)
 
-        def read() -> None:
+        def look_up() -> None:
             try:
                 found = list(entries_of(text, scope, config, num_slots, self._questions, held))
-                keys = [entry.key for entry in found]
-                for some in itertools.batched(keys, _MOST_VALUES):
-                    values = zip(some, self._questions.get(some), strict=True)
-                    look.read.put([(key, value) for key, value in values if value is not None])
-                search.found.extend(found)
+                for some in itertools.batched(found, _MOST_VALUES):
+                    values = self._questions.get([entry.key for entry in some], COUNTED)
+                    read = [pair for pair in zip(some, values, strict=True) if pair[1] is not COUNTED]
+                    look.read.put([(entry.key, value) for entry, value in read if value is not None])
+                    search.found.extend(entry for entry, _ in read)
             finally:
                 search.is_done.set()
                 if self.wake is not None:
                     self.wake()
 
-        self._give(_READ, read)
+        self._give(_READ, look_up)
         return search
 
     def _publish(self, cache: Cache, text: list[int], search: _Search) -> Cache:

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import threading
 import weakref
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -156,6 +157,18 @@ def test_a_store_may_raise_anything():
     assert is_done and link.report().reasons == {"CancelledError": 1}
     del store.contains
     assert link.save(user.cache).num_saved == 4 and ends(link.flush) and len(store._values) == 6
+    link.close()
+
+
+def test_a_block_that_is_not_read_is_counted_once():
+    store, user = kv.tiers.MemoryStore(), served((1, 17))
+    kv.tiers.save(user.cache, store, weights="w")
+    store.get = Mock(side_effect=ConnectionError("connection refused"))
+    link, cold, prompt = attached(store), PrefixUser(CONFIG), user.new_text(1, 18)
+    link.find(cold.cache, prompt)
+    link.flush()
+    cold.cache, is_done = link.find(cold.cache, prompt)
+    assert is_done and link.report().reasons == {"ConnectionError": 4}
     link.close()
 
 
