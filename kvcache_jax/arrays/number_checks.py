@@ -39,6 +39,13 @@ def finite_number(name: str, value: Any) -> float:
     return number
 
 
+def positive_seconds(name: str, value: Any) -> float:
+    """Converts `value` to a Python float that is finite and above 0."""
+    if (number := finite_number(name, value)) <= 0:
+        raise ValueError(f"{name} is {value!r}, expected a positive number of seconds")
+    return number
+
+
 def static_flag(name: str, value: Any) -> bool:
     """Converts `value` to a Python bool; only booleans count as true or false."""
     if not isinstance(value, bool | np.bool_):

@@ -165,7 +165,8 @@ class Device:
         """Refuses parameters that the program was not compiled for, and puts others where it wants them."""
         self._team.require_all("set_params")
         params = self._shards.place_params(with_same_shapes(params, self.params))
-        self._team.agree("set_params", "params", lambda: marks_of(params))
+        with self._losing():
+            self._team.agree("set_params", "params", lambda: marks_of(params))
         return params
 
     def compile(self, inboxes: Sequence[Inbox]) -> None:
@@ -173,7 +174,8 @@ class Device:
         self._tell("compile", inboxes)
         lowered = functools.cache(lambda: self.lower(inboxes))
         program = lambda: {"": hashlib.sha256(lowered().as_text().encode()).hexdigest()}  # noqa: E731
-        self._team.agree("Engine", "program", program)
+        with self._losing():
+            self._team.agree("Engine", "program", program)
         with self._shards.own_mesh():
             lowered().compile()
 
@@ -311,9 +313,17 @@ class Device:
 
     def _tell(self, order: str, *args: Any) -> None:
         """Tells all other processes to do the same."""
-        try:
+        with self._losing():
             self._team.tell(self._member, order, *args)
+
+    @contextlib.contextmanager
+    def _losing(self) -> Iterator[None]:
+        """Loses the state with a process, of which the leader's caller hears as `EngineFailed`."""
+        try:
+            yield
         except ProcessLost as error:
+            if not self._team.is_leader:
+                raise
             self._failure = error
             _ = self.state
 

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 import jax
 from jax._src import distributed  # the coordination service's store has no public name
 
-from kvcache_jax.arrays.number_checks import finite_number
+from kvcache_jax.arrays.number_checks import positive_seconds
 from kvcache_jax.core.team import ProcessLost, Team
 from kvcache_jax.processes.failures import Failure, is_symptom, last_line
 from kvcache_jax.processes.team_settings import risks_of_settings
@@ -122,8 +122,7 @@ class DistributedTeam(Team):
     )
 
     def __init__(self, *, timeout_s: float = 30.0, exits: bool = True):
-        if not finite_number("timeout_s", timeout_s) > 0:
-            raise ValueError(f"timeout_s is {timeout_s}, expected seconds above 0")
+        timeout_s = positive_seconds("timeout_s", timeout_s)
         client = distributed.global_state.client
         if client is None:
             raise RuntimeError(

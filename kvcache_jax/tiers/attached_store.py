@@ -19,7 +19,7 @@ from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import Cache
 from kvcache_jax.tiers.block_store import BlockStore, MemoryStore
 from kvcache_jax.tiers.catalogue import Questions, StoreReport
-from kvcache_jax.tiers.load_blocks import entries_of, load, load_entries, on_device, slots_of
+from kvcache_jax.tiers.load_blocks import COUNTED, entries_of, load, load_entries, on_device, slots_of
 from kvcache_jax.tiers.published import (
     Entry,
     Keyed,
@@ -86,6 +86,7 @@ class AttachedStore(Attachment):
     Keys and values are copied to host memory when `save` is called; a thread writes them. What it cannot take
     in time is dropped and counted. A prompt is looked up by the thread too: `find` answers "later" until it
     is there. Each block is handed over once: one that the store fails to write is dropped and counted.
+    Once it is closed it does nothing, and the loop goes on.
 
     Attributes:
       num_dropped: Blocks that were not written for want of room in the queue, and prompts that were not
@@ -129,6 +130,7 @@ class AttachedStore(Attachment):
         self._to_list: dict[Scope, dict[str, Entry]] = {}  # the thread's: written, and not in the list
         self._searches: dict[tuple[int, str, bytes], _Search] = {}  # the oldest first
         self._began_at: float | None = None  # when the thread began its present job
+        self._is_closed, self._lock = False, threading.Lock()  # of what the thread is given
         self._num_asked = self._num_hit = 0
         self.num_dropped = 0
         self._thread = threading.Thread(target=self._work, name="kvcache_jax store", daemon=True)
@@ -144,6 +146,8 @@ class AttachedStore(Attachment):
     def save(self, cache: Cache) -> StoreReport:
         """Hands what is new to the thread; `num_saved` counts what it took. See `save`."""
         require_stored("save", cache)
+        if self._is_closed:
+            return StoreReport()
         if not bool(cache.config.keeper.is_settled(cache.control)):
             cache = cache.config.keeper.settle(cache)
         new, look = self._update(cache), self._looks[shard_of(cache)]
@@ -207,6 +211,8 @@ class AttachedStore(Attachment):
             return cache, True
         name = shard_of(cache), words, tokens.tobytes()
         now, search = time.monotonic(), self._searches.get(name)
+        if search is None and self._is_closed:
+            return cache, True
         if search is None:
             if self._began_at is not None and now - self._began_at > self._timeout:
                 self.num_dropped += 1
@@ -270,20 +276,20 @@ class AttachedStore(Attachment):
         scope = scopes_of(cache, self._weights, [words])[words]
         search = _Search(scope, [], threading.Event(), ends_at)
 
-        def read() -> None:
+        def look_up() -> None:
             try:
                 found = list(entries_of(text, scope, config, num_slots, self._questions, held))
-                keys = [entry.key for entry in found]
-                for some in itertools.batched(keys, _MOST_VALUES):
-                    values = zip(some, self._questions.get(some), strict=True)
-                    look.read.put([(key, value) for key, value in values if value is not None])
-                search.found.extend(found)
+                for some in itertools.batched(found, _MOST_VALUES):
+                    values = self._questions.get([entry.key for entry in some], COUNTED)
+                    read = [pair for pair in zip(some, values, strict=True) if pair[1] is not COUNTED]
+                    look.read.put([(entry.key, value) for entry, value in read if value is not None])
+                    search.found.extend(entry for entry, _ in read)
             finally:
                 search.is_done.set()
                 if self.wake is not None:
                     self.wake()
 
-        self._give(_READ, read)
+        self._give(_READ, look_up)
         return search
 
     def _publish(self, cache: Cache, text: list[int], search: _Search) -> Cache:
@@ -310,8 +316,11 @@ class AttachedStore(Attachment):
         return self._jobs.qsize() >= self._max_queued
 
     def _give(self, kind: int, job: Callable[[], None] | None) -> None:
-        """Gives the thread a job."""
-        self._jobs.put((kind, next(self._numbers), job))
+        """Gives the thread a job, before the end: it does what it was given."""
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = kind == _END
+                self._jobs.put((kind, next(self._numbers), job))
 
     def _write(self, contents: Contents, entries: Mapping[str, Entry]) -> None:
         known = self._questions.contains([key for _, key, _ in contents])
@@ -336,6 +345,8 @@ class AttachedStore(Attachment):
                 if self._to_list and (kind == _END or self._jobs.empty()):
                     listed, self._to_list = self._to_list, {}
                     write_lists(self._questions, listed, is_open=self._words is None)
+            except BaseException as error:  # such as asyncio's: a store costs hits, and never the thread
+                self._questions.drop(type(error).__name__)
             finally:
                 self._began_at = None
                 self._jobs.task_done()

@@ -50,8 +50,9 @@ def checked_key(key: str) -> str:
 
 
 def checked_limit(max_bytes: int | None) -> int | None:
-    """Returns a limit of bytes; refuses one that is not positive."""
-    if max_bytes is not None and not (isinstance(max_bytes, int) and max_bytes > 0):
+    """Returns a limit of bytes; refuses one that is not positive, and True, which is an int."""
+    is_count = isinstance(max_bytes, int) and not isinstance(max_bytes, bool)
+    if max_bytes is not None and not (is_count and max_bytes > 0):
         raise ValueError(f"max_bytes is {max_bytes!r}, expected a positive int, or None for no limit")
     return max_bytes
 

@@ -63,13 +63,17 @@ class Questions:
         """Tests which keys have a value; `default` is the answer where the store gives none."""
         return self._answers(lambda keys: [bool(each) for each in self._store.contains(keys)], keys, default)
 
-    def get(self, keys: Sequence[str]) -> list[Data | None]:
-        """Reads the value of each key; None for a miss, as what is no bytes counts."""
-        values = self._answers(self._store.get, keys, None)
-        found = [value if _is_bytes(value) else None for value in values]
-        if num_others := found.count(None) - sum(value is None for value in values):
-            self.drop("no bytes", num_others)
-        return found
+    def get(self, keys: Sequence[str], dropped: Data | None = None) -> list[Data | None]:
+        """Reads the value of each key; None for a miss, and `dropped` where the reason was counted here."""
+
+        def read(value: Any) -> Data | None:
+            if value is None or _is_bytes(value):
+                return value
+            if value is not _FAILED:
+                self.drop("no bytes")
+            return dropped
+
+        return [read(value) for value in self._answers(self._store.get, keys, _FAILED)]
 
     def put(self, items: Sequence[tuple[str, Data]]) -> bool:
         """Writes values; returns whether the store says that it did."""

@@ -5,10 +5,12 @@ import json
 import mmap
 import os
 import pathlib
+import re
 import secrets
+import stat
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from kvcache_jax.tiers.block_store import Data, checked_key, checked_limit
 
@@ -17,7 +19,8 @@ _FORMAT = 1
 _LOCK_SECONDS = 5.0
 """Time for which another process that replaces a value is waited for: it may have been stopped."""
 _STALE_SECONDS = 3600
-"""Age at which a temporary file is one whose writer was killed."""
+"""Age at which a temporary file is one whose writer was killed; no clock is ahead of another by more."""
+_VALUE, _TEMPORARY = re.compile("[0-9a-f]{62}"), re.compile(r"\.[0-9a-f]{62}\.[0-9a-f]{16}")
 
 
 class DirectoryStore:
@@ -25,7 +28,8 @@ class DirectoryStore:
 
     A file is written under a temporary name and renamed, so that readers see a whole value whatever happens
     to the writer. It is read as mapped memory, which a file that something else cuts short meanwhile is not:
-    that ends the process. Several processes may share the directory.
+    that ends the process. Several processes may share the directory. What else lies in it, such as a folder
+    in a value's place, is never removed, and costs no other value.
 
     Attributes:
       path: The directory: a new or empty one, or one that a `DirectoryStore` made.
@@ -55,33 +59,43 @@ class DirectoryStore:
         self.is_synced = is_synced
         self._lock = threading.Lock()
         self._room = 0  # bytes that may be written before the files are looked at again
+        self._seen = set[pathlib.Path]()  # folders in which this process has written
         self._open()
 
     def contains(self, keys: Sequence[str]) -> list[bool]:
         """Tests which keys have a value."""
-        return [self._file(key).exists() for key in keys]
+        return [self._file(key).is_file() for key in keys]
 
     def get(self, keys: Sequence[str]) -> list[Data | None]:
         """Reads the value of each key as mapped memory; None for a miss, or for a file that alone fails."""
-        found: list[Data | None] = []
-        failures = []
-        for key in keys:
-            try:
-                found.append(self._read(self._file(key)))
-            except OSError as error:
-                found.append(None)
-                failures.append(error)
+        found: list[Data | None] = [None] * len(keys)
+
+        def read(at: int) -> None:
+            found[at] = self._read(self._file(keys[at]))
+
+        failures = _each(read, range(len(keys)))
         if failures and len(failures) == len(keys):
             raise failures[0]
         return found
 
     def put(self, items: Sequence[tuple[str, Data]]) -> None:
-        """Writes pairs of a key and a value."""
-        for key, value in items:
-            file = self._file(key)
+        """Writes pairs of a key and a value, also after one that alone fails; then that is raised."""
+        num_bytes = 0
+
+        def write(item: tuple[str, Data]) -> None:
+            nonlocal num_bytes
+            file = self._file(item[0])
             file.parent.mkdir(exist_ok=True)
-            self._write(file, value)
-        self._make_room(sum(len(value) for _, value in items))
+            if file.parent not in self._seen:
+                self._seen.add(file.parent)
+                _values_in(file.parent)
+            self._write(file, item[1])
+            num_bytes += len(item[1])
+
+        failures = _each(write, items)
+        self._make_room(num_bytes)
+        if failures:
+            raise failures[0]
 
     def replace(self, key: str, before: Data | None, after: Data) -> bool:
         """Writes a value if the one before is still there; None if there was none. Returns whether it did."""
@@ -94,8 +108,8 @@ class DirectoryStore:
 
     def remove(self, keys: Sequence[str]) -> None:
         """Removes values; keys without one are skipped."""
-        for key in keys:
-            self._file(key).unlink(missing_ok=True)
+        if failures := _each(lambda key: self._file(key).unlink(missing_ok=True), keys):
+            raise failures[0]
 
     def _file(self, key: str) -> pathlib.Path:
         # A key is digits alone: none leads out of the directory.
@@ -166,24 +180,48 @@ class DirectoryStore:
             for _, size, file in sorted(self._files(), reverse=True):
                 total += size
                 if total > self.max_bytes:
-                    pathlib.Path(file).unlink(missing_ok=True)
-                    total -= size
+                    with contextlib.suppress(OSError):  # what was written is there, whatever cannot go
+                        pathlib.Path(file).unlink(missing_ok=True)
+                        total -= size
             self._room = min(self.max_bytes - total, self.max_bytes // 16)
 
     def _files(self) -> list[tuple[int, int, str]]:
         """Lists the time of use, bytes and path of each value; removes what killed writers left."""
-        found = []
-        for folder in self.path.iterdir():
-            for entry in os.scandir(folder) if folder.is_dir() else ():
-                try:
+        found, latest = [], time.time() + _STALE_SECONDS
+        for number in range(256):
+            for entry in _values_in(self.path / f"{number:02x}"):
+                with contextlib.suppress(OSError):  # another process removed it
                     status = entry.stat()
-                except FileNotFoundError:  # another process removed it
-                    continue
-                if not entry.name.startswith("."):
-                    found.append((status.st_mtime_ns, status.st_size, entry.path))
-                elif time.time() - status.st_mtime > _STALE_SECONDS:
-                    pathlib.Path(entry.path).unlink(missing_ok=True)
+                    if stat.S_ISREG(status.st_mode):
+                        # What was used in the future was used before the clock was set back.
+                        used_at = status.st_mtime_ns if status.st_mtime < latest else 0
+                        found.append((used_at, status.st_size, entry.path))
         return found
+
+
+def _each[Item](act: Callable[[Item], None], items: Iterable[Item]) -> list[OSError]:
+    """Acts on each item, also after one that fails; returns the failures."""
+    failures = []
+    for item in items:
+        try:
+            act(item)
+        except OSError as error:
+            failures.append(error)
+    return failures
+
+
+def _values_in(folder: pathlib.Path) -> list[os.DirEntry[str]]:
+    """Lists what bears a value's name in a folder, if it is one; removes what killed writers left there."""
+    found = []
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if _VALUE.fullmatch(entry.name):
+                found.append(entry)
+            elif _TEMPORARY.fullmatch(entry.name):
+                with contextlib.suppress(OSError):  # another process removed it
+                    if time.time() - entry.stat().st_mtime > _STALE_SECONDS:
+                        os.unlink(entry.path)
+    return found
 
 
 def _wait_for_lock(file: int) -> None:

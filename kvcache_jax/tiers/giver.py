@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from kvcache_jax.arrays.number_checks import finite_number, static_count
+from kvcache_jax.arrays.number_checks import positive_seconds, static_count
 from kvcache_jax.core import token_arguments
 from kvcache_jax.core.attachment import Attachment, require_prefix_caching, shard_of
 from kvcache_jax.core.config import CacheConfig, require_config
@@ -137,9 +137,7 @@ class Giver(Attachment):
         """
         require_config("Giver", config)
         self._weights, self._config = checked_weights(weights), config
-        self._lease, self._max_bytes = finite_number("lease", lease), checked_limit(max_bytes)
-        if self._lease <= 0:
-            raise ValueError(f"lease is {lease!r}, expected a positive number of seconds")
+        self._lease, self._max_bytes = positive_seconds("lease", lease), checked_limit(max_bytes)
         if not isinstance(host, str) or host in ("", "0.0.0.0", "::"):
             raise ValueError(
                 f"host is {host!r}, expected a name or address by which takers reach this machine"

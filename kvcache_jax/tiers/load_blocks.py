@@ -50,9 +50,11 @@ _THREADS, _LEAST_BYTES = 4, 2**18
 """Threads that verify blocks of so many bytes. Smaller ones are verified without: threads would wait for each
 other."""
 _MISSING, _ALIGNMENT = "missing", 64
+COUNTED = bytearray()
+"""In place of the value of a block that was dropped and counted when it was read."""
 
 type _Verified = dict[str, BlockName | str]
-"""By key the name of a block, or the reason why it is none."""
+"""By key the name of a block, or the reason why it is none; "" for one that was counted."""
 
 
 import_with_room = jax.jit(import_making_room, donate_argnums=0)
@@ -252,15 +254,15 @@ class _Loading:
             for row, planned in enumerate(batch)
             for entry in (planned.entry, *planned.linked)
         ]
-        values = self._questions.get([entry.key for _, entry, _ in asked])
+        values = self._questions.get([entry.key for _, entry, _ in asked], COUNTED)
         contents.clear()
 
         def verify(nth: int, step: int) -> _Verified:
             found: _Verified = {}
             mine = asked[nth::step], values[nth::step]
             for (row, entry, planned), data in zip(*mine, strict=True):
-                if data is None:
-                    found[entry.key] = _MISSING
+                if data is None or data is COUNTED:
+                    found[entry.key] = _MISSING if data is None else ""
                     continue
                 place, end = (entry.group_id, entry.slot), self._ends[entry.group_id]
                 try:
@@ -282,18 +284,22 @@ class _Loading:
     def _publish(self, contents: "_Contents", batch: Sequence[_Planned], found: _Verified) -> None:
         spoilt: list[str] = []
         counts: dict[int, tuple[str, int]] = {}
+
+        def drop(reason: str, entries: Iterable[Entry]) -> None:
+            if count := sum(found[each.key] != "" for each in entries):
+                self._questions.drop(reason, count)
+
         for row, planned in enumerate(batch):
             entry = planned.entry
             if entry.anchor and entry.anchor not in self.names:
-                self._questions.drop("the block before it is dropped", 1 + len(planned.linked))
+                drop("the block before it is dropped", [entry, *planned.linked])
                 continue
             name = self._verified(entry.key, found, spoilt)
             if name and len(name.tokens) != self._block_size:
                 self._questions.drop("of other tokens")
                 name = None
             if name is None:
-                if planned.linked:
-                    self._questions.drop("the block that it is linked to is dropped", len(planned.linked))
+                drop("the block that it is linked to is dropped", planned.linked)
                 continue
             self.names[entry.key] = name
             others = [(each, self._verified(each.key, found, spoilt)) for each in planned.linked]
@@ -322,8 +328,9 @@ class _Loading:
         name = found[key]
         if isinstance(name, BlockName):
             return name
-        self._questions.drop(name)
-        if name != _MISSING:
+        if name:
+            self._questions.drop(name)
+        if name not in ("", _MISSING):
             spoilt.append(key)
         return None
 

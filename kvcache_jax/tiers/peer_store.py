@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from jax.typing import ArrayLike
 
-from kvcache_jax.arrays.number_checks import finite_number
+from kvcache_jax.arrays.number_checks import positive_seconds
 from kvcache_jax.core import token_arguments
 from kvcache_jax.core.state import Cache
 from kvcache_jax.tiers.block_store import Data, checked_key
@@ -39,10 +39,13 @@ class PeerStore:
     Attributes:
       timeout: Seconds that a call takes at most; so long, too, `contains` waits for an offer that is not
         finished.
+
+    Raises:
+      ValueError, TypeError: no positive number of seconds, no tickets.
     """
 
     def __init__(self, *tickets: Ticket, timeout: float = 5.0):
-        self.timeout = finite_number("timeout", timeout)
+        self.timeout = positive_seconds("timeout", timeout)
         self._peers: list[_Peer] = []
         for ticket in tickets:
             self.expect(ticket)
@@ -111,6 +114,8 @@ class PeerStore:
         failures, peers = [], [*self._peers]
         ends_at = time.monotonic() + self.timeout
         for peer in peers:
+            if time.monotonic() >= ends_at:  # what a giver before took is no fault of the others
+                break
             try:
                 read(peer.ask(what, keys(), ends_at))
             except Exception as error:  # a giver may say anything
@@ -137,6 +142,24 @@ class _Peer:
 
     def ask(self, what: str, keys: Sequence[str], ends_at: float) -> bytes:
         """Asks the giver, until a moment of the monotonic clock; raises `TimeoutError` after it."""
+        request = self._path + what, json.dumps([*map(checked_key, keys)])
+        is_kept = self._connection.sock is not None
+        try:
+            status, body = self._post(*request, ends_at)
+        except ConnectionError:
+            if not is_kept:
+                raise
+            # A giver ends a connection on which nothing was said for a while, and its lease goes on.
+            self.close()
+            status, body = self._post(*request, ends_at)
+        if status == 410:
+            raise LeaseEndedError(body.decode())
+        if status != 200:
+            raise ConnectionError(f"the giver answers {status}: {body.decode(errors='replace')}")
+        return body
+
+    def _post(self, path: str, text: str, ends_at: float) -> tuple[int, bytes]:
+        """Returns the status of HTTP, and the body, which is whole."""
         connection, seconds = self._connection, max(ends_at - time.monotonic(), 1e-3)
         if connection.sock is None:
             connection.timeout = seconds
@@ -145,21 +168,20 @@ class _Peer:
         # A timeout of the socket ends a read of which nothing comes, and this one that comes byte by byte.
         clock = threading.Timer(seconds, connection.sock.shutdown, [socket.SHUT_RDWR])
         clock.start()
+        late = TimeoutError("the giver did not answer in time")
         try:
-            connection.request("POST", self._path + what, json.dumps([*map(checked_key, keys)]))
+            connection.request("POST", path, text)
             answer = connection.getresponse()
             body = answer.read()
         except Exception as error:
             if time.monotonic() >= ends_at:
-                raise TimeoutError("the giver did not answer in time") from error
+                raise late from error
             raise
         finally:
             clock.cancel()
-        if answer.status == 410:
-            raise LeaseEndedError(body.decode())
-        if answer.status != 200:
-            raise ConnectionError(f"the giver answers {answer.status}: {body.decode(errors='replace')}")
-        return body
+        if time.monotonic() >= ends_at:  # what was cut short then may look whole
+            raise late
+        return answer.status, body
 
     def close(self) -> None:
         """Ends the connection."""

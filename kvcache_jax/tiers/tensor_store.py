@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pathlib
+import re
 import secrets
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 from kvcache_jax.tiers.block_store import Data, checked_key, checked_limit
 
 _NEWEST, _SIZES = "newest", "size of "
+_NUMBER = re.compile("[0-9]{1,12}")
 _MOST_LOOKS = 4
 """At the halves for the same keys, while others write so much that one after the other begins."""
 # Of `ocdbt`, as measured with keys of 64 digits: a transaction writes the tree of all keys, and a manifest.
@@ -146,7 +148,7 @@ class TensorStore:
         number, stamp = self._newest()
         values, own = self._half(number), _SIZES + self._writer
         names = values.list(self._ts.KvStore.KeyRange(_SIZES, _SIZES + "~")).result()
-        sizes = {name.decode(): _numbers(values.read(name).result().value) for name in names}
+        sizes = {name.decode(): self._numbers(values.read(name).result().value) for name in names}
         num_bytes, num_in_nodes = map(sum, zip((0, 0), *sizes.values(), strict=True))
         num_taken, num_new = 0, 0
         for _, value in pairs:
@@ -167,6 +169,13 @@ class TensorStore:
             # All that are older go, also what a process left that was killed here.
             self._root.delete_range(self._ts.KvStore.KeyRange(self._name(0), self._name(number))).result()
         return pairs
+
+    def _numbers(self, text: bytes) -> tuple[int, int]:
+        """Reads what a process wrote to a half: bytes of all transactions, and bytes that nodes keep."""
+        numbers = text.split()
+        if len(numbers) != 2 or not all(map(bytes.isdigit, numbers)):
+            return self.max_bytes or 0, 0  # spoilt: the half counts as full, so that the next one begins
+        return int(numbers[0]), int(numbers[1])
 
     def _bytes_in_nodes(self, value: bytes) -> int:
         """Bounds what the database's nodes keep of a value and of its key."""
@@ -200,9 +209,17 @@ class TensorStore:
             before = number
 
     def _newest(self) -> tuple[int, Any]:
-        """Reads the newer half's number, which another process may have raised, and its stamp."""
+        """Reads the newer half's number, which another process may have raised, and its stamp.
+
+        Where it is lost or spoilt the newest half that is there has it, until the next one begins.
+        """
         found = self._root.read(_NEWEST).result()
-        return int(found.value or 1), found.stamp.generation
+        text = found.value.decode(errors="replace")
+        if not (_NUMBER.fullmatch(text) and int(text)):
+            names = [name.decode().partition("/") for name in self._root.list().result()]
+            numbers = [int(half) for half, slash, _ in names if slash and _NUMBER.fullmatch(half)]
+            text = str(max(numbers, default=1))
+        return int(text), found.stamp.generation
 
     def _half(self, number: int) -> Any:
         """Opens a half; those before the last two are gone."""
@@ -239,9 +256,3 @@ class TensorStore:
             values = values.with_transaction(transaction)
             for future in [values.write(key, value, if_equal=stamps.get(key)) for key, value in items]:
                 future.result()
-
-
-def _numbers(text: bytes) -> tuple[int, int]:
-    """Reads what a process wrote to a half: bytes of all transactions, and bytes that nodes keep."""
-    num_bytes, _, in_nodes = text.partition(b" ")
-    return int(num_bytes or 0), int(in_nodes or 0)

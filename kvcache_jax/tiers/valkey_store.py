@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from kvcache_jax.arrays.number_checks import positive_seconds
 from kvcache_jax.tiers.block_store import Data, checked_key
 
 _REPLACE = """
@@ -24,6 +25,7 @@ class ValkeyStore:
 
     Raises:
       ImportError: valkey is missing; the extra `valkey` brings it.
+      ValueError, TypeError: no URL of a server, no prefix, no positive number of seconds.
     """
 
     def __init__(self, url: str, *, prefix: str = "kvcache_jax:", timeout: float = 5.0):
@@ -33,7 +35,10 @@ class ValkeyStore:
             raise ImportError(
                 "ValkeyStore needs valkey, of the extra `valkey`: pip install 'kvcache_jax[valkey]'"
             ) from error
-        self.url, self.prefix, self.timeout = url, prefix, timeout
+        for name, text in (("url", url), ("prefix", prefix)):
+            if not isinstance(text, str):
+                raise TypeError(f"{name} is {text!r}, expected a string")
+        self.url, self.prefix, self.timeout = url, prefix, positive_seconds("timeout", timeout)
         limits = {"socket_timeout": timeout, "socket_connect_timeout": timeout}
         self._client: Any = valkey.Valkey.from_url(url, **limits)
 

@@ -437,7 +437,7 @@ def test_a_team_needs_several_processes():
         RuntimeError, match="there is no team of one process, expected a call of jax.distribu"
     ):
         kv.processes.DistributedTeam()
-    with pytest.raises(ValueError, match="timeout_s is 0, expected seconds above 0"):
+    with pytest.raises(ValueError, match="timeout_s is 0, expected a positive number of seconds"):
         kv.processes.DistributedTeam(timeout_s=0)
     for value in ("5", float("inf"), None):
         with pytest.raises(ValueError, match=f"timeout_s is {value!r}, expected a finite number"):

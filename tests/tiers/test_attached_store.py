@@ -1,8 +1,10 @@
 """A store beside a loop: nothing waits for it, and what it cannot take is counted."""
 
+import asyncio
 import dataclasses
 import threading
 import weakref
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -118,6 +120,56 @@ def test_what_was_handed_over_is_listed_though_the_end_comes_first(store):
     store.may_answer.set()
     assert link.close()
     assert kv.tiers.load(store, kv.init(CONFIG), weights="w")[1].num_loaded == 2
+
+
+def ends(call):
+    """Whether a call ends."""
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(10)
+    return not thread.is_alive()
+
+
+def test_a_store_that_is_closed_does_nothing():
+    """No prompt waits for it, and what it is given is not said to be saved."""
+    store, user = kv.tiers.MemoryStore(), served((1, 17))
+    link = attached(store)
+    link.save(user.cache)
+    assert link.close() and link.close()
+    later = served((1, 17), (2, 9))
+    assert link.save(later.cache).num_saved == 0 and len(store._values) == 6
+    later.cache, is_done = link.find(later.cache, later.new_text(3, 9))
+    assert is_done and ends(link.flush) and link.num_dropped == 0
+
+
+def test_a_store_may_raise_anything():
+    """Errors that end tasks and threads elsewhere are failures like others here."""
+
+    def cancel(keys):
+        raise asyncio.CancelledError
+
+    store, user = kv.tiers.MemoryStore(), served((1, 17))
+    link, cold, prompt = attached(store), PrefixUser(CONFIG), user.new_text(1, 17)
+    store.contains = cancel
+    link.find(cold.cache, prompt)
+    assert ends(link.flush)
+    cold.cache, is_done = link.find(cold.cache, prompt)
+    assert is_done and link.report().reasons == {"CancelledError": 1}
+    del store.contains
+    assert link.save(user.cache).num_saved == 4 and ends(link.flush) and len(store._values) == 6
+    link.close()
+
+
+def test_a_block_that_is_not_read_is_counted_once():
+    store, user = kv.tiers.MemoryStore(), served((1, 17))
+    kv.tiers.save(user.cache, store, weights="w")
+    store.get = Mock(side_effect=ConnectionError("connection refused"))
+    link, cold, prompt = attached(store), PrefixUser(CONFIG), user.new_text(1, 18)
+    link.find(cold.cache, prompt)
+    link.flush()
+    cold.cache, is_done = link.find(cold.cache, prompt)
+    assert is_done and link.report().reasons == {"ConnectionError": 4}
+    link.close()
 
 
 def test_a_prompt_waits_no_longer_than_it_may(store):

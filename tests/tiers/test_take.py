@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import kvcache_jax as kv
+from kvcache_jax.tiers.giver import _Handler
 from kvcache_jax.tiers.stored_block import unpack
 from tests.support.helpers import leaf_bytes
 from tests.support.prefix_user import CONFIG, TENANT_A, PrefixUser
@@ -218,7 +219,7 @@ def test_what_is_no_ticket_is_refused_by_name(giver):
     assert giver.num_offers == 0
 
 
-@pytest.mark.parametrize("how", ["gone", "silent", "trickling"])
+@pytest.mark.parametrize("how", ["gone", "silent", "trickling", "trickling before all else"])
 def test_a_giver_that_fails_is_a_miss_in_bounded_time(giver, how):
     _, ticket = offered(giver, text_of(1))
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -229,7 +230,9 @@ def test_a_giver_that_fails_is_a_miss_in_bounded_time(giver, how):
         def trickle():
             taker, _ = server.accept()
             with taker:
-                taker.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
+                taker.sendall(b"HTTP/1.1 200 OK\r\n")
+                if how == "trickling":
+                    taker.sendall(b"Content-Length: 1000\r\n\r\n")
                 while True:
                     time.sleep(0.05)
                     try:
@@ -237,12 +240,40 @@ def test_a_giver_that_fails_is_a_miss_in_bounded_time(giver, how):
                     except OSError:
                         return
 
-        if how == "trickling":
+        if "trickling" in how:
             threading.Thread(target=trickle, daemon=True).start()
         user = PrefixUser(CONFIG)
         report, seconds = seconds_of(lambda: take(ticket._replace(port=port), user, text_of(1), timeout=0.5))
     assert report.reasons == {"ConnectionRefusedError" if how == "gone" else "TimeoutError": 1}
     assert seconds < 5
+
+
+def test_a_giver_that_hangs_costs_the_offers_of_others_one_call(giver):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        _, ticket = offered(giver, text_of(1))
+        peers = kv.tiers.PeerStore(ticket._replace(port=server.getsockname()[1]), ticket, timeout=0.5)
+        keys, found = [*giver._offers[ticket.number].names], []
+        for _ in range(2):
+            with contextlib.suppress(TimeoutError):
+                found.append(peers.contains(keys))
+        assert found == [[False] * 4, [True] * 4]
+        peers.release()
+
+
+def test_a_connection_that_its_giver_ended_is_made_again(giver, monkeypatch):
+    """After a while in which nothing was said; the lease goes on."""
+    monkeypatch.setattr(_Handler, "timeout", 0.05)
+    _, ticket = offered(giver, text_of(1))
+    peers, keys = kv.tiers.PeerStore(ticket, timeout=60), [*giver._offers[ticket.number].names]
+    found = []
+    for ask in (peers.contains, peers.get):
+        with contextlib.suppress(ConnectionError):
+            ask([])
+            time.sleep(0.5)
+            found.append([bool(each) for each in ask(keys)])
+    assert found == [[True] * 4] * 2
+    peers.release()
+    assert giver.num_offers == 0
 
 
 def test_a_giver_that_never_finishes_is_waited_for_no_longer_than_told(giver):
