@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 import kvcache_jax as kv
+from tests.support.few_kernels import compile_for_users
 
 HEADS, GROUP, DIM = 2, 2, 8
 
@@ -115,8 +116,8 @@ def pools_needed(
     else:
         function, shapes = gradient(is_scanned, returns_cache), arguments(config)
     lowered = jax.jit(function).lower(*shapes)
-    options = {"xla_cpu_scheduler_type": f"CPU_SCHEDULER_TYPE_{scheduler}"}
-    memory = lowered.compile(compiler_options=options).memory_analysis()
+    compiled = compile_for_users(lowered, xla_cpu_scheduler_type=f"CPU_SCHEDULER_TYPE_{scheduler}")
+    memory = compiled.memory_analysis()
     return memory.temp_size_in_bytes / kv.memory_bytes(config)
 
 
