@@ -13,6 +13,7 @@ import numpy as np
 from jax.core import Tracer
 
 from kvcache_jax.arrays.number_checks import as_list, static_count
+from kvcache_jax.arrays.transfers import explicit_transfers
 from kvcache_jax.core.config import CacheConfig, require_config
 from kvcache_jax.core.token_arguments import host_tokens
 
@@ -27,6 +28,7 @@ _TOO_MANY_OF_ONE_CODE = 3
 _functions_of_code: dict[types.CodeType, set[int]] = {}
 
 
+@explicit_transfers
 def check_model(caller: str, forward: Any, config: Any, *values: Any) -> None:
     """Refuses a call within a trace, and anything but a model and a config.
 
@@ -168,6 +170,7 @@ def check_num_drafts(num_drafts: int, config: CacheConfig, *others: CacheConfig)
                 )
 
 
+@explicit_transfers
 def stop_ids(stop_tokens: Sequence[int]) -> jax.Array:
     """Converts the stop tokens to i32[any]; without any, to -1, which no token has."""
     ids = model_tokens("stop_tokens", stop_tokens)
