@@ -28,7 +28,6 @@ _TOO_MANY_OF_ONE_CODE = 3
 _functions_of_code: dict[types.CodeType, set[int]] = {}
 
 
-@explicit_transfers
 def check_model(caller: str, forward: Any, config: Any, *values: Any) -> None:
     """Refuses a call within a trace, and anything but a model and a config.
 
@@ -45,7 +44,8 @@ def check_model(caller: str, forward: Any, config: Any, *values: Any) -> None:
         raise TypeError(
             f"forward is {forward!r}, expected a model: (params, tokens, cache, step) -> (logits, cache)"
         )
-    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((values, jnp.zeros(())))):
+    made_here = explicit_transfers(jnp.zeros)(())  # a tracer within a trace
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((values, made_here))):
         raise TypeError(
             f"{caller} is called within jit, grad or another transformation, expected outside of all: it is "
             "a loop of the host around compiled programs; jit your own that calls kv.extend and the model"
