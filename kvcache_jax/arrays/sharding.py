@@ -196,7 +196,7 @@ class OnHost(NamedTuple):
 
 def to_host(array: jax.Array) -> OnHost:
     """Copies what this process has of an array."""
-    shards = {shard.device: np.array(shard.data) for shard in array.addressable_shards}
+    shards = {shard.device: np.array(jax.device_get(shard.data)) for shard in array.addressable_shards}
     return OnHost(array.shape, array.sharding, shards)
 
 

@@ -29,7 +29,7 @@ from kvcache_jax.core.status import Status
 from kvcache_jax.core.token_arguments import host_tokens
 from kvcache_jax.decoding.prompt_parts import NO_PART
 from kvcache_jax.decoding.prompts import PromptCall
-from kvcache_jax.operations.rows import on_rows
+from kvcache_jax.operations.rows import on_control
 from kvcache_jax.prefix.names import namespace, namespace_within
 
 _SHARED = namespace(weights="kvcache_jax: after composed answers")
@@ -201,7 +201,7 @@ class AnswerRows(ChunkRows):
         ids = self._placed(cache, prompt_id, parts).chunk_ids
         tokens = np.zeros((1, cache.config.max_seq_len), np.int32)
         tokens[0, : len(self.call.tokens[prompt_id])] = self.call.tokens[prompt_id]
-        return on_rows(settle_rows, cache, jnp.array([row]), jnp.asarray(ids), jnp.asarray(tokens))[0]
+        return on_control(settle_rows, cache, np.array([row], np.int32), ids, tokens)[0]
 
     def keep_end(self, cache: Cache, prompt_id: int, row: int, tokens: Sequence[int]) -> tuple[Cache, int]:
         """Stores the answer of a row; its reasoning is published nowhere, for the history drops it."""

@@ -36,7 +36,7 @@ from kvcache_jax.core.status import Status, first_failure
 from kvcache_jax.layers.layer_group import LayerGroup
 from kvcache_jax.layers.layer_kind import check_positive
 from kvcache_jax.layers.span import ceil_div
-from kvcache_jax.operations.rows import on_rows
+from kvcache_jax.operations.rows import on_control
 
 
 @pytree_dataclass()
@@ -159,7 +159,7 @@ def free_chunks(cache: Cache, chunk_ids: IntRows) -> tuple[Cache, jax.Array]:
     """
     require_chunks("free_chunks", cache)
     chunk_ids = arguments.int_column("chunk_ids", chunk_ids)
-    return on_rows(_free, cache, jnp.asarray(chunk_ids))  # a list of jax's is not padded with rows' nowhere
+    return on_control(_free, cache, chunk_ids)  # a list of chunks is not padded with rows' nowhere
 
 
 def _free(control: Control, chunk_ids: jax.Array, *, config: CacheConfig) -> tuple[Control, jax.Array]:
@@ -204,8 +204,8 @@ def evict_chunks(
         arguments.int_scalar(name, x) for name, x in (("num_places", num_places), ("num_blocks", num_blocks))
     ]
     keep = arguments.as_array("keep", keep)
-    keep = arguments.int_column("keep", keep) if keep.shape != (0,) else jnp.zeros(0, jnp.int32)
-    return on_rows(_evict, cache, jnp.asarray(keep), *map(jnp.asarray, asked))
+    keep = arguments.int_column("keep", keep) if keep.shape != (0,) else np.zeros(0, np.int32)
+    return on_control(_evict, cache, keep, *asked)
 
 
 def _evict(

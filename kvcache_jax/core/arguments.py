@@ -197,14 +197,14 @@ def _broadcast_to(values: Array, *shape: int) -> Array:
     return values if values.shape == shape else numpy.broadcast_to(values, shape)
 
 
-def fraction(name: str, value: Any) -> jax.Array:
+def fraction(name: str, value: Any) -> Array:
     """Converts a number from 0 to 1 to f32[]; the value of a traced one is not checked."""
     value = as_array(name, value)
     if value.shape or not jnp.isdtype(value.dtype, ("real floating", "integral")):
         raise TypeError(f"{name} is {value.dtype}{list(value.shape)}, expected one number from 0 to 1")
     if not isinstance(value, Tracer) and not 0 <= value <= 1:
         raise ValueError(f"{name} is {value}, expected 0 <= {name} <= 1")
-    return jnp.asarray(value).astype(jnp.float32)
+    return value.astype(np.float32)
 
 
 def locate_layer(config: CacheConfig, layer: Any) -> tuple[int, jax.Array | np.int32]:

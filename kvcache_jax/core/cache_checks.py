@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from kvcache_jax.arrays.transfers import explicit_transfers
 from kvcache_jax.core.cache_form import are_deleted, is_batched, is_donated, is_traced, missing_values
 from kvcache_jax.core.state import Cache
 
@@ -64,6 +65,7 @@ def _donated(caller: str) -> ValueError:
 
 def takes_one[**P, T](operation: Callable[P, T]) -> Callable[P, T]:
     """Decorates an operation: its first argument must be a single, unbatched `Cache`."""
+    moves = explicit_transfers(operation)  # such as lists of the caller's
 
     @functools.wraps(operation)
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -77,7 +79,7 @@ def takes_one[**P, T](operation: Callable[P, T]) -> Callable[P, T]:
                 )
             require_one(operation.__name__, cache)
         try:
-            return operation(*args, **kwargs)
+            return moves(*args, **kwargs)
         except RuntimeError as error:  # jax's, which says the array's shape
             if isinstance(cache, Cache) and are_deleted(cache):
                 raise _donated(operation.__name__) from error

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
+from kvcache_jax.arrays.transfers import explicit_transfers
 from kvcache_jax.core.config import CacheConfig, format_bytes, memory_bytes
 from kvcache_jax.core.counter import Counter
 
@@ -48,6 +49,7 @@ def are_deleted(arrays: Any) -> bool:
     return any(leaf.is_deleted() for leaf in leaves if not isinstance(leaf, Tracer))
 
 
+@explicit_transfers
 def summary(control: Any, pools: tuple[Any, ...], config: CacheConfig) -> str:
     """Describes a cache in two lines of figures, or of shapes where it is stacked or has no values."""
     size = f"{len(config.groups)} groups, {config.num_layers} layers, {config.dtype.name}"

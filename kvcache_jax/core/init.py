@@ -15,6 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding, Singl
 
 from kvcache_jax.arrays.number_checks import static_flag
 from kvcache_jax.arrays.sharding import axis_of_types, check_in_mesh
+from kvcache_jax.arrays.transfers import explicit_transfers
 from kvcache_jax.core.cache_checks import takes_one
 from kvcache_jax.core.choose_backend import implementation_of, load
 from kvcache_jax.core.config import CacheConfig, require_config
@@ -30,6 +31,7 @@ _log = logging.getLogger("kvcache_jax")
 _DEFAULT_HASH_KEY = (0x9E3779B9, 0x7F4A7C15)
 
 
+@explicit_transfers
 def init(
     config: CacheConfig, *, sharding: Sharding | PartitionSpec | None = None, storage: bool = True
 ) -> Cache:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from kvcache_jax.arrays.transfers import explicit_transfers
 from kvcache_jax.core.backends import computed_once
 
 
@@ -70,6 +71,7 @@ class StatusError(RuntimeError):
         self.statuses = statuses
 
 
+@explicit_transfers
 def raise_for_status(status: ArrayLike, operation: str = "the operation") -> None:
     """Raises `StatusError` unless every row is `OK` or `SKIPPED`. Host side: waits for the device.
 

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from kvcache_jax.arrays.transfers import explicit_transfers
+
 
 class ProcessLost(RuntimeError):  # noqa: N818
     """Says that a process with which this one runs its programs is silent, or failed; names it."""
@@ -76,6 +78,7 @@ class Team:
 ALONE = Team()
 
 
+@explicit_transfers
 def marks_of(params: Any) -> dict[str, int]:
     """Adds up the bits of the shards of arrays that this process has, {where: a number of 32 bits}."""
     marks = {}

@@ -13,6 +13,7 @@ import numpy as np
 from jax.core import Tracer
 
 from kvcache_jax.arrays.number_checks import as_list, static_count
+from kvcache_jax.arrays.transfers import explicit_transfers
 from kvcache_jax.core.config import CacheConfig, require_config
 from kvcache_jax.core.token_arguments import host_tokens
 
@@ -43,7 +44,8 @@ def check_model(caller: str, forward: Any, config: Any, *values: Any) -> None:
         raise TypeError(
             f"forward is {forward!r}, expected a model: (params, tokens, cache, step) -> (logits, cache)"
         )
-    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((values, jnp.zeros(())))):
+    made_here = explicit_transfers(jnp.zeros)(())  # a tracer within a trace
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((values, made_here))):
         raise TypeError(
             f"{caller} is called within jit, grad or another transformation, expected outside of all: it is "
             "a loop of the host around compiled programs; jit your own that calls kv.extend and the model"
@@ -168,6 +170,7 @@ def check_num_drafts(num_drafts: int, config: CacheConfig, *others: CacheConfig)
                 )
 
 
+@explicit_transfers
 def stop_ids(stop_tokens: Sequence[int]) -> jax.Array:
     """Converts the stop tokens to i32[any]; without any, to -1, which no token has."""
     ids = model_tokens("stop_tokens", stop_tokens)

@@ -173,7 +173,7 @@ def beam_search(
     running = {row: divmod(row, num_beams) for row in range(num_rows)}
     timeline = []
 
-    def check_in(state: _Search) -> list[list[Beam]]:
+    def check_in(state: _Search) -> tuple[_Search, list[list[Beam]]]:
         found = jax.device_get(state._replace(cache=None))
         beams = [_hypotheses(found, prompt_id, length_penalty) for prompt_id in range(len(prompt_tokens))]
         if [] in beams:
@@ -181,31 +181,30 @@ def beam_search(
                 f"prompt {beams.index([])} has no hypothesis: all its logits are NaN or -inf"
             )
         seconds = time.perf_counter() - start
-        snapshot = snapshot_of(state.cache, int(state.num_steps), seconds, running)
+        snapshot = snapshot_of(state.cache, found.num_steps, seconds, running)
         timeline.append(dataclasses.replace(snapshot, block_tables=[]))
         if watch.on_check_in:
             watch.on_check_in(snapshot, beams)
-        return beams
+        return found, beams
 
-    stops, penalty = arguments.stop_ids(stop_tokens), jnp.float32(length_penalty)
+    stops, penalty = arguments.stop_ids(stop_tokens), np.float32(length_penalty)
     params = prepared(forward, params)
     cache, logits = prefilling(_prefill, forward, params, init(config), prompt_tokens, num_beams, prefill_len)
     state = prefilling(
         _begin, cache, logits, stops, penalty, num_beams=num_beams, max_new_tokens=max_new_tokens
     )
-    beams = check_in(state)
-    while bool(state.is_searching.any()):
-        state = searching(_search, forward, params, state, stops, penalty, jnp.int32(check_in_every))
-        beams = check_in(state)
-    ended = jax.device_get((state.is_failed, state.is_over))
+    found, beams = check_in(state)
+    while found.is_searching.any():
+        state = searching(_search, forward, params, state, stops, penalty, np.int32(check_in_every))
+        found, beams = check_in(state)
     return BeamResult(
         beams=beams,
         finish_reasons=[
             "out_of_blocks" if is_failed else "stop" if is_over else "length"
-            for is_failed, is_over in zip(*ended, strict=True)
+            for is_failed, is_over in zip(found.is_failed, found.is_over, strict=True)
         ],
         cache=state.cache,
-        num_steps=int(state.num_steps),
+        num_steps=int(found.num_steps),
         prefill_seconds=prefilling.seconds,
         decode_seconds=searching.seconds,
         timeline=timeline,

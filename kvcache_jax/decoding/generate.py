@@ -14,6 +14,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from kvcache_jax.arrays.number_checks import static_count
+from kvcache_jax.arrays.transfers import explicit_transfers
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.init import init
 from kvcache_jax.core.state import Cache
@@ -214,22 +215,24 @@ def generate(
             params,
             draft_params,
             state,
-            jnp.int32(check_in_every),
+            np.int32(check_in_every),
             draft_source=draft_source,
             retention=retention,
             may_share=num_samples > 1 or config.enable_prefix_caching,
         )
         state = host.check_in(state, prompt_rows)
+    counts = jax.device_get((state.num_steps, state.num_drafted, state.num_accepted))
+    num_steps, num_drafted, num_accepted = map(int, counts)
     return GenerateResult(
         generations=sorted(host.done, key=lambda g: (g.prompt_id, g.sample_id)),
         cache=state.cache,
-        num_steps=int(state.num_steps),
+        num_steps=num_steps,
         num_prompt_tokens=num_prompt_tokens + prompt_rows.num_stored_tokens - prompt_rows.num_reused_tokens,
         num_cached_tokens=num_cached_tokens,
         num_reused_tokens=prompt_rows.num_reused_tokens,
         num_stored_tokens=prompt_rows.num_stored_tokens,
-        num_drafted=int(state.num_drafted),
-        num_accepted=int(state.num_accepted),
+        num_drafted=num_drafted,
+        num_accepted=num_accepted,
         prefill_seconds=prefilling.seconds,
         decode_seconds=decoding.seconds,
         timeline=host.timeline,
@@ -274,6 +277,7 @@ def _check_vocabularies(target: int, draft: int) -> None:
         )
 
 
+@explicit_transfers
 def _empty_state(
     cache: Cache, width: int, draft_config: CacheConfig | None, stops: jax.Array, sampling: SamplingParams
 ) -> DecodeState:

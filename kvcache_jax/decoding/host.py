@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from kvcache_jax.arrays.transfers import explicit_transfers
 from kvcache_jax.blocks.block_pool import num_used
 from kvcache_jax.core.arguments import namespace_words
 from kvcache_jax.core.cache_checks import require_values
@@ -86,6 +87,7 @@ class Stopwatch:
     def __init__(self):
         self.seconds = 0.0
 
+    @explicit_transfers
     def __call__[T](self, work: Callable[..., T], *args, **kwargs) -> T:
         """Does `work` and waits for its result."""
         start = time.perf_counter()
@@ -94,9 +96,10 @@ class Stopwatch:
         return result
 
 
+@explicit_transfers
 def snapshot_of(
     cache: Cache,
-    num_steps: int,
+    num_steps: int | jax.Array,
     seconds: float,
     running: dict[int, tuple[int, int]],
     ended: Sequence[Generation] = (),
@@ -106,7 +109,7 @@ def snapshot_of(
     tables = [np.array(pool.block_table) for pool in pools]  # copies: the cache is donated next
     num_refs = (int((t < pool.num_blocks).sum()) for t, pool in zip(tables, pools, strict=True))
     return Snapshot(
-        num_steps=num_steps,
+        num_steps=int(num_steps),
         seconds=seconds,
         num_blocks_used=sum(int(num_used(pool)) for pool in pools),
         num_refs=sum(num_refs),
@@ -125,6 +128,7 @@ def row_list(rows: Sequence[int], max_seqs: int) -> np.ndarray:
     return padded
 
 
+@explicit_transfers
 def idle_cache(caller: str, cache: Cache | None, config: CacheConfig) -> Cache:
     """Returns the caller's cache, or an empty one for None; refuses one that cannot be continued."""
     if cache is None:
@@ -179,16 +183,15 @@ class Host:
     def note(self, state: DecodeState, ended: Sequence[Generation] = ()) -> None:
         """Adds the cache, as it is now, to the timeline."""
         seconds = time.perf_counter() - self.start
-        snapshot = snapshot_of(state.cache, int(state.num_steps), seconds, self.running, ended)
+        snapshot = snapshot_of(state.cache, state.num_steps, seconds, self.running, ended)
         self.timeline.append(dataclasses.replace(snapshot, block_tables=[]))
         if self.watch.on_check_in:
             self.watch.on_check_in(snapshot)
 
     def check_in(self, state: DecodeState, prompt_rows: PromptRows) -> DecodeState:
         """Streams new tokens, collects the rows that ended and frees them."""
-        phase, length, prompt_len, history, logprobs = (
-            np.asarray(x)
-            for x in (state.phase, state.length, state.prompt_len, state.history, state.logprobs)
+        phase, length, prompt_len, history, logprobs = jax.device_get(
+            (state.phase, state.length, state.prompt_len, state.history, state.logprobs)
         )
         ended: dict[int, Generation] = {}
         for row, (prompt_id, sample_id) in self.running.items():
@@ -206,15 +209,10 @@ class Host:
             ended[row] = Generation(prompt_id, sample_id, tokens, scores, why)
         self.note(state, list(ended.values()))
         self.done += ended.values()
-        published = np.zeros(self.config.max_seqs, np.int32)
-        for row in [row for row in ended if phase[row] != RowPhase.NAN_LOGITS]:
-            cache, published[row] = prompt_rows.keep_end(
-                state.cache, self.running[row][0], row, ended[row].tokens
-            )
-            state = dataclasses.replace(state, cache=cache)
+        state = self._end(state, ended, prompt_rows)
         for row in ended:
             del self.running[row]
-        return self._free(state, list(ended), published)
+        return state
 
     def _stop_at(self, tokens: list[int], num_checked: int) -> int | None:
         """Counts the tokens that complete the first stop string, None without one; `num_checked` do not."""
@@ -230,12 +228,15 @@ class Host:
                 return end
         return None
 
-    def _free(self, state: DecodeState, rows: list[int], published: np.ndarray) -> DecodeState:
-        """Frees rows, of which the first `published` i32[max_seqs] tokens stay cached."""
-        if not rows:
+    @explicit_transfers
+    def _end(self, state: DecodeState, ended: dict[int, Generation], prompt_rows: PromptRows) -> DecodeState:
+        """Frees the rows that ended, of which the tokens stay cached that the prompts' feature says."""
+        if not ended:
             return state
-        max_seqs = self.config.max_seqs
-        cache, ids = state.cache, row_list(rows, max_seqs)
+        max_seqs, rows, phase = self.config.max_seqs, list(ended), np.array(state.phase)
+        cache, ids, published = state.cache, row_list(rows, max_seqs), np.zeros(max_seqs, np.int32)
+        for row in [row for row in rows if phase[row] != RowPhase.NAN_LOGITS]:
+            cache, published[row] = prompt_rows.keep_end(cache, self.running[row][0], row, ended[row].tokens)
         if cache.config.enable_prefix_caching:
             to_publish = row_list(np.flatnonzero(published).tolist(), max_seqs)
             cache, _ = commit(cache, to_publish, final_len=np.append(published, 0)[to_publish])
@@ -243,6 +244,5 @@ class Host:
         draft_cache = state.draft_cache
         if draft_cache is not None:
             draft_cache, _ = free(draft_cache, ids)
-        phase = np.array(state.phase)
         phase[rows] = RowPhase.IDLE
         return dataclasses.replace(state, cache=cache, draft_cache=draft_cache, phase=jnp.asarray(phase))

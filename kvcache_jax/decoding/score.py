@@ -9,6 +9,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from kvcache_jax.arrays.number_checks import as_list
+from kvcache_jax.arrays.transfers import explicit_transfers
 from kvcache_jax.core.arguments import namespace_words
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import Admission, Cache
@@ -131,8 +132,9 @@ def score(
             for g in range(len(config.groups))
         )
 
-    def hold_context(cache: Cache) -> tuple[Cache, Admission, np.ndarray]:
-        """Holds the context in row 0; returns also f32[vocab], the log-probability of each next token."""
+    @explicit_transfers
+    def hold_context(cache: Cache) -> tuple[Cache, int, np.ndarray]:
+        """Holds the context in row 0; returns also how many tokens were cached, and f32[vocab] scores."""
         cache, parts = context_rows.hold(cache, 0, 0)
         assert parts is not None  # all rows are idle: no other row holds blocks
         cache = context_rows.make_room(
@@ -149,8 +151,9 @@ def score(
         logits = fed.logits[0]
         if not are_numbers(logits):
             raise FloatingPointError(_NO_SCORE.format("the context"))
-        return cache, admission, np.asarray(jax.nn.log_softmax(logits))
+        return cache, int(admission.num_cached[0]), np.asarray(jax.nn.log_softmax(logits))
 
+    @explicit_transfers
     def score_some(cache: Cache, wave: Sequence[int], first_row: int) -> tuple[Cache, list[int]]:
         """Scores continuations in rows from `first_row` on, forks of row 0 or it; returns each status too."""
         rows = range(first_row, first_row + len(wave))
@@ -184,7 +187,7 @@ def score(
             is_greedy[i][1:] = found_greedy[row, len(shared) + 1 : length[row]]
         return free(cache, ids)[0], status
 
-    held, admission, firsts = hold_context(idle_cache("score", cache, config))
+    held, num_cached_tokens, firsts = hold_context(idle_cache("score", cache, config))
     num_reused_tokens = context_rows.num_reused_tokens  # may be held again, and counts once
     results = [np.full(len(tokens), np.nan, np.float32) for tokens in own]
     is_greedy = [np.zeros(len(tokens), bool) for tokens in own]
@@ -213,7 +216,7 @@ def score(
         logprobs=results,
         is_greedy=is_greedy,
         cache=held,
-        num_cached_tokens=int(admission.num_cached[0]),
+        num_cached_tokens=num_cached_tokens,
         num_reused_tokens=num_reused_tokens,
         num_stored_tokens=context_rows.num_stored_tokens,
     )

@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from kvcache_jax.arrays.transfers import explicit_transfers
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.init import init
 from kvcache_jax.core.state import Cache, Control
@@ -89,11 +90,13 @@ class Exchange:
             rows.append(x.reshape(x.shape[0], math.prod(x.shape[1:])))
         return jnp.concatenate(rows, axis=1)
 
+    @explicit_transfers
     def export(self, cache: Cache, shard: int, block_ids: np.ndarray) -> BlockContents:
         """Reads blocks i32[n] of a shard as `export_blocks`, in numpy."""
         with jax.set_mesh(self._mesh):
             return self._read(self._export(cache, np.int32(shard), block_ids))
 
+    @explicit_transfers
     def publish(
         self, cache: Cache, shard: int, num: int, contents: BlockContents | None
     ) -> tuple[Cache, np.ndarray]:

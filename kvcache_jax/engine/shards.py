@@ -19,6 +19,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from kvcache_jax.arrays.sharding import put
+from kvcache_jax.arrays.transfers import explicit_transfers
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.context_axis import check_heads_divide, check_tokens_divide
 from kvcache_jax.core.extras import KeptArray
@@ -91,6 +92,7 @@ class Shards:
         """Schedulers, each with `max_seqs` rows."""
         return 1 if self._mesh is None or self._row_axis is None else self._mesh.shape[self._row_axis]
 
+    @explicit_transfers
     def place(self, sizes: TableSizes, outbox_shape: tuple[int, int], counters: np.ndarray) -> EngineState:
         """Makes the state of an engine without requests, where it will live.
 
@@ -146,6 +148,7 @@ class Shards:
         sharding = NamedSharding(self._mesh, spec, memory_kind=self._config.keeper.memory_kind)
         return put(np.zeros((self.num_shards, *array.shape), array.dtype), sharding)
 
+    @explicit_transfers
     def run(
         self,
         model: Model,
@@ -232,6 +235,7 @@ def _is_committed(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and leaf.committed
 
 
+@explicit_transfers
 def _home_of(params: Any) -> Sharding:
     """Finds where an engine without a mesh lives: where its parameters are, else on the default device."""
     committed = [leaf.sharding for leaf in jax.tree.leaves(params) if _is_committed(leaf)]

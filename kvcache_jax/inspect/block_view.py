@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvcache_jax.arrays.transfers import explicit_transfers
 from kvcache_jax.core.arguments import group_ids
 from kvcache_jax.core.cache_checks import require_values
 from kvcache_jax.core.state import Cache, row_len
@@ -44,6 +45,7 @@ class GroupView(NamedTuple):
     state: np.ndarray
 
 
+@explicit_transfers
 def group_views(cache: Cache, caller: str, group: int | None) -> list[GroupView]:
     """Reads one layer group, or all for None; errors name the `caller`."""
     require_values(caller, cache)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvcache_jax.arrays.transfers import explicit_transfers
 from kvcache_jax.core.cache_checks import require_values
 from kvcache_jax.core.state import (
     BlockHistory,
@@ -26,6 +27,7 @@ from kvcache_jax.prefix.content_hash import block_hashes, root_hash
 from kvcache_jax.prefix.prefix_index import bucket_of
 
 
+@explicit_transfers
 def check_invariants(cache: Cache) -> list[str]:
     """Finds every broken invariant of the control state.
 

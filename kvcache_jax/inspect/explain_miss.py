@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvcache_jax.arrays.number_checks import static_count
+from kvcache_jax.arrays.transfers import explicit_transfers
 from kvcache_jax.core import arguments, token_arguments
 from kvcache_jax.core.cache_checks import require_values
 from kvcache_jax.core.state import Cache
@@ -14,6 +15,7 @@ from kvcache_jax.operations.lookup import lookup, with_junction
 from kvcache_jax.prefix.content_hash import block_hashes, root_hash
 
 
+@explicit_transfers
 def explain(
     cache: Cache, tokens: Any, num_tokens: int | None = None, namespace: Any = None, *, items: Any = None
 ) -> str:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec, Sharding
 
+from kvcache_jax.arrays.transfers import explicit_transfers
 from kvcache_jax.core.cache_checks import require_values
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.init import init, sharding_of
@@ -30,6 +31,7 @@ _MAX_STEP_FNS = 32
 class CacheHolder:
     """A cache under a lock, which is read and replaced within a `turn`; None once closed."""
 
+    @explicit_transfers
     def __init__(
         self,
         cache: CacheConfig | Cache,
@@ -86,6 +88,7 @@ class CacheHolder:
         finally:
             self._is_kept = was_kept
 
+    @explicit_transfers
     def on_control(self, program: Callable, *args: Any) -> tuple[Cache, Any]:
         """Runs `program(cache, *args) -> (cache, result)` on the control state; the result is in numpy.
 
@@ -163,7 +166,7 @@ class CacheHolder:
         """Replaces the lost cache by an empty one, which still hits blocks saved under its key."""
         self.cache = None
         cache = init(self.config, sharding=self._sharding, storage=self._has_storage)
-        hash_key = jax.device_put(jnp.asarray(self._hash_key), cache.control.hash_key.sharding)
+        hash_key = jax.device_put(self._hash_key, cache.control.hash_key.sharding)
         self.cache = dataclasses.replace(cache, control=dataclasses.replace(cache.control, hash_key=hash_key))
         request_ids = self._on_lost()
         return CacheLost(

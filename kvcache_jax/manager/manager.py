@@ -9,7 +9,6 @@ import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, overload
 
-import jax
 import numpy as np
 from jax.sharding import PartitionSpec, Sharding
 from jax.typing import ArrayLike
@@ -204,8 +203,7 @@ class CacheManager(Queries):
         with self._holder.turn("append_tokens"):
             seq_ids = self._rows.seq_ids_of(list(new))
             num_new, tokens = padded(list(new.values()), len(seq_ids), self._widths)
-            on_device = jax.device_put(tokens)
-            step, status = self._holder.step(programs.append, seq_ids, num_new, on_device)
+            on_device, step, status = self._holder.step(programs.append, seq_ids, num_new, tokens)
             status, ends = self._holder.fetch((status, step.context_len))
             for request_id, code in zip(new, status, strict=False):
                 if code != Status.OK:

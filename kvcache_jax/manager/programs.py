@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from kvcache_jax.arrays.masked_updates import num_true
+from kvcache_jax.arrays.transfers import explicit_transfers
 from kvcache_jax.core.cache_checks import require_prefix_index
 from kvcache_jax.core.state import Admission, Cache, Step
 from kvcache_jax.core.status import Status
@@ -39,6 +40,7 @@ def admit(
     return cache, (admission, sum(held, start=jnp.int32(0)))
 
 
+@explicit_transfers
 @jax.jit
 def shortage(
     cache: Cache, seq_id: jax.Array, prompts: Prompts, is_replaced: jax.Array
@@ -51,18 +53,20 @@ def shortage(
     return jnp.concatenate(required), num_available(control)
 
 
+@explicit_transfers
 @functools.partial(jax.jit, donate_argnums=0)
 def append(
     cache: Cache, seq_ids: jax.Array, num_new: jax.Array, tokens: jax.Array
-) -> tuple[Cache, tuple[Step, jax.Array]]:
-    """Extends all rows or, if one fails, none; returns also how each row alone fares, i32[n]."""
+) -> tuple[Cache, tuple[jax.Array, Step, jax.Array]]:
+    """Extends all rows or, if one fails, none; returns also `tokens`, and how each row fares, i32[n]."""
     bare, width = without_pools(cache), tokens.shape[1]
     _, trial = extend(bare, num_new, max_new=width, seq_ids=seq_ids, tokens=tokens)
     num_new = jnp.where(_is_fine(trial.status).all(), num_new, 0)
     cache, step = extend(cache, num_new, max_new=width, seq_ids=seq_ids, tokens=tokens)
-    return cache, (step, trial.status)
+    return cache, (tokens, step, trial.status)
 
 
+@explicit_transfers
 @jax.jit
 def append_needs(
     cache: Cache, seq_ids: jax.Array, num_new: jax.Array

@@ -66,7 +66,7 @@ def prompt_of(
     if spans is not None:
         num_more = (1 << (spans.shape[1] - 1).bit_length()) - spans.shape[1]
         spans = np.pad(np.asarray(spans), [(0, 0), (0, num_more), (0, 0)])  # an empty one is none
-    prompt = (
+    prompt: Any = (  # as a program takes it
         np.array([len(token_ids)], np.int32),
         arguments.namespace_words(namespace, 1),
         arguments.priorities([priority], 1),
@@ -74,7 +74,7 @@ def prompt_of(
         np.array([static_flag("reuse", reuse)]),
         spans,
     )
-    return Prompts(*jax.device_put(prompt))
+    return Prompts(*prompt)
 
 
 def padded(

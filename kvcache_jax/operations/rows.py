@@ -36,9 +36,13 @@ def on_rows(operation: Callable, cache: Cache, *columns: Any) -> tuple[Cache, An
         # Lists of five to eight rows are one program, and so on.
         num_more = (1 << (num_rows - 1).bit_length()) - num_rows
         columns = _padded(columns, num_more, cache.max_seqs)
+    cache, result = on_control(operation, cache, *columns)
+    return cache, _first_rows(result, num_rows) if num_more else result
+
+
+def on_control(operation: Callable, cache: Cache, *columns: Any) -> tuple[Cache, Any]:
+    """Runs an operation as `on_rows`, whose columns are as they are."""
     control, result = _run(cache.control, *columns, operation=operation, config=cache.config)
-    if num_more:
-        result = _first_rows(result, num_rows)
     return dataclasses.replace(cache, control=control), result
 
 

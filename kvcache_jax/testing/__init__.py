@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from kvcache_jax.arrays.transfers import explicit_transfers
 from kvcache_jax.attention.mosaic import interpreted
 from kvcache_jax.attention.write import write
 from kvcache_jax.core.cache_checks import require_values, takes_one
@@ -76,6 +77,7 @@ def _layer_codes(kind: LayerKind, tokens: Any, layer: int) -> dict[str, Any]:
     }
 
 
+@explicit_transfers
 def check_tokens(cache: Cache, expected: Mapping[int, Sequence[int | None]]) -> list[str]:
     """Runs the token test on every slot that a row or a chunk holds, in all layers and heads.
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvcache_jax.arrays.number_checks import static_count
+from kvcache_jax.arrays.transfers import explicit_transfers
 from kvcache_jax.core.config import CacheConfig, memory_bytes
 from kvcache_jax.core.describe import control_bytes
 from kvcache_jax.core.donate import donate
@@ -27,6 +28,7 @@ BoundForward = Callable[[jax.Array, Cache, Step], tuple[jax.Array, Cache]]
 _FIRST_PIECES = (1, 5, 2)
 
 
+@explicit_transfers
 def check_forward(
     forward: BoundForward,
     config: CacheConfig,

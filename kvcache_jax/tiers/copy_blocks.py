@@ -11,6 +11,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from kvcache_jax.arrays.number_checks import as_list
+from kvcache_jax.arrays.transfers import explicit_transfers
 from kvcache_jax.core import token_arguments
 from kvcache_jax.core.state import Cache
 from kvcache_jax.core.status import Status
@@ -22,6 +23,7 @@ from kvcache_jax.tiers.save_blocks import batch_size, namespace_digits, require_
 from kvcache_jax.tiers.stored_block import config_digest
 
 
+@explicit_transfers
 def copy_prompts(
     source: Cache,
     cache: Cache,

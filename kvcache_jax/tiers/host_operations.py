@@ -108,7 +108,7 @@ def demote_to_utilization(cache: Cache, target: ArrayLike) -> tuple[Cache, jax.A
     require_tier("demote_to_utilization", cache)
     target = arguments.fraction("target", target)
     pool = cache.control.block_pools[cache.config.indexed_group]
-    most = jnp.floor(target * pool.num_blocks + 1e-4).astype(jnp.int32)
+    most = (target * pool.num_blocks + 1e-4).astype(np.int32)
     return evict(cache, jnp.maximum(pool.num_blocks - pool.num_free - most, 0))
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from kvcache_jax.arrays.number_checks import as_list
+from kvcache_jax.arrays.transfers import explicit_transfers
 from kvcache_jax.core import token_arguments
 from kvcache_jax.core.attachment import ShardCache
 from kvcache_jax.core.config import CacheConfig
@@ -60,6 +61,7 @@ type _Verified = dict[str, BlockName | str]
 import_with_room = jax.jit(import_making_room, donate_argnums=0)
 
 
+@explicit_transfers
 def _import(cache: Cache, contents: BlockContents) -> tuple[Cache, Any]:
     """Publishes blocks where the cache is; donates it."""
     return cache.publish(contents) if isinstance(cache, ShardCache) else import_with_room(cache, contents)
@@ -185,6 +187,7 @@ class _Loading:
         self._pending: tuple[dict[int, tuple[str, int]], Any] = {}, np.zeros(0, np.int32)
         self._text = "", array.array("i")  # the last one that was put together, by its key
 
+    @explicit_transfers
     def plan(self, entries: Mapping[str, tuple[Entry, Scope]], may_evict: bool) -> list[_Planned]:
         """Chooses what there is room for, what was used last first; lists it in the order of publication.
 
@@ -312,6 +315,7 @@ class _Loading:
             self.cache, status = _import(self.cache, contents.whole)
             self._pending = counts, status
 
+    @explicit_transfers
     def _count(self) -> None:
         """Waits for the batch before and counts what became of it."""
         counts, status = self._pending

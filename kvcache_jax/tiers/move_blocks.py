@@ -17,6 +17,7 @@ from jax.custom_batching import custom_vmap
 
 from kvcache_jax.arrays.masked_updates import common_bound, get_at, rank_true, run_if, set_at
 from kvcache_jax.arrays.sharding import as_varied
+from kvcache_jax.arrays.transfers import explicit_transfers
 from kvcache_jax.blocks import block_pool, storage
 from kvcache_jax.core.cache_form import is_traced
 from kvcache_jax.core.config import CacheConfig
@@ -91,6 +92,7 @@ def of_kept[T: (jax.Array, np.ndarray)](kept: T, array: BlockArray, num_layers: 
     return values.transpose(*range(1, 2 + axis), 0, *range(2 + axis, values.ndim))
 
 
+@explicit_transfers
 def settle(cache: Cache) -> Cache:
     """Moves the contents that blocks wait for: first to the host, then to the device."""
     if not is_traced(cache.control) and bool(tier_of(cache.control).is_settled):

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike
 
+from kvcache_jax.arrays.transfers import explicit_transfers
 from kvcache_jax.core import arguments
 from kvcache_jax.core.attachment import ShardCache
 from kvcache_jax.core.cache_checks import require_prefix_index, require_values
@@ -84,6 +85,12 @@ def save(cache: Cache, store: BlockStore, *, weights: str, namespace: ArrayLike 
     return questions.report(num_saved=num_saved)
 
 
+@explicit_transfers
+def _read(kept: Any, at: int) -> np.ndarray:
+    """Reads one block of those that a keeper keeps."""
+    return np.asarray(kept[at])
+
+
 type Listed = Mapping[Scope, Mapping[str, Entry]]
 """By scope the blocks that are published and in the store, by their keys."""
 
@@ -145,6 +152,7 @@ def read_contents(
     batches = [blocks[start : start + size] for start in range(0, len(blocks), size)]
     program = cache.export if isinstance(cache, ShardCache) else functools.partial(_export, cache)
 
+    @explicit_transfers
     def export(batch: Sequence[Published]) -> Any:
         ids = [min(block.ids[0], nowhere) for block in batch]
         return program(np.array(ids + [nowhere] * (size - len(ids)), np.int32)).arrays
@@ -162,8 +170,7 @@ def read_contents(
                     if on_host < 0:
                         arrays[part] = exported[g][part][i, name.slot]
                     else:
-                        kept = np.asarray(cache.kept[g][part][on_host])
-                        arrays[part] = of_kept(kept, array, group.num_layers)
+                        arrays[part] = of_kept(_read(cache.kept[g][part], on_host), array, group.num_layers)
                 contents.append((name, entry.key, arrays))
         yield batch, contents
 
