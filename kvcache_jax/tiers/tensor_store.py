@@ -1,12 +1,13 @@
 """A store of blocks in TensorStore's key-value stores: files, S3, GCS and others."""
 
 import contextlib
+import functools
 import os
 import pathlib
 import re
 import secrets
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -72,8 +73,9 @@ class TensorStore:
     def contains(self, keys: Sequence[str]) -> list[bool]:
         """Tests which keys have a value."""
         found = dict.fromkeys(map(checked_key, keys), False)
-        for values, _ in self._places():
-            found |= self._are_in(values, [key for key, is_there in found.items() if not is_there])
+        for number, _ in self._places():
+            left = [key for key, is_there in found.items() if not is_there]
+            found |= self._ask(self._are_in, number, left) or {}
             if all(found.values()):
                 break
         return [found[key] for key in keys]
@@ -82,8 +84,8 @@ class TensorStore:
         """Reads the value of each key; None for a miss."""
         found: dict[str, bytes] = {}
         moved, stamps, left = [], {}, [*dict.fromkeys(map(checked_key, keys))]
-        for values, is_older in self._places():
-            for key, result in zip(left, self._read(values, left), strict=True):
+        for number, is_older in self._places():
+            for key, result in (self._ask(self._read, number, left) or {}).items():
                 if result.state == "value":
                     found[key] = result.value
                     if is_older and not self._is_large(result.value):
@@ -131,11 +133,15 @@ class TensorStore:
 
         With a limit, one that another process reads meanwhile may come back, by its move to the newer half.
         """
-        for values, _ in self._places():
-            found = self._are_in(values, [*map(checked_key, keys)])
-            # Of a database also a transaction that changes nothing may take room.
-            if there := [(key, None) for key, is_there in found.items() if is_there]:
-                self._write(values, there)
+        checked = [*map(checked_key, keys)]
+        for number, _ in self._places():
+            self._ask(self._remove, number, checked)
+
+    def _remove(self, values: Any, keys: Sequence[str]) -> None:
+        found = self._are_in(values, keys)
+        # Of a database also a transaction that changes nothing may take room.
+        if there := [(key, None) for key, is_there in found.items() if is_there]:
+            self._write(values, there)
 
     def _put_some(
         self, pairs: list[tuple[str, bytes]], stamps: Mapping[str, Any] = MappingProxyType({})
@@ -144,9 +150,22 @@ class TensorStore:
 
         Of a key in `stamps` the newer half must be as it was then, or nothing is written.
         """
-        assert self.max_bytes is not None
         number, stamp = self._newest()
-        values, own = self._half(number), _SIZES + self._writer
+        put = functools.partial(self._put_in, number, stamp, stamps)
+        left = self._ask(put, number, pairs)
+        return pairs if left is None else left
+
+    def _put_in(
+        self,
+        number: int,
+        stamp: Any,
+        stamps: Mapping[str, Any],
+        values: Any,
+        pairs: list[tuple[str, bytes]],
+    ) -> list[tuple[str, bytes]]:
+        """Writes to the newer half, of this number, whose number has this stamp."""
+        assert self.max_bytes is not None
+        own = _SIZES + self._writer
         names = values.list(self._ts.KvStore.KeyRange(_SIZES, _SIZES + "~")).result()
         sizes = {name.decode(): self._numbers(values.read(name).result().value) for name in names}
         num_bytes, num_in_nodes = map(sum, zip((0, 0), *sizes.values(), strict=True))
@@ -191,22 +210,33 @@ class TensorStore:
         num_bytes = len(value) + self._bytes_of_put(self._bytes_in_nodes(value))
         return num_bytes > self.max_bytes // 2
 
-    def _places(self) -> Iterator[tuple[Any, bool]]:
-        """Yields where values may be, the newest first, and whether it is the older half.
+    def _places(self) -> Iterator[tuple[int | None, bool]]:
+        """Yields the halves where values may be, the newest first, and whether it is the older one.
+
+        Without a limit there is one place, None.
 
         Where a half begins meanwhile the last two come again, for values move from one to the next.
         """
         if self.max_bytes is None:
-            yield self._root, False
+            yield None, False
             return
         before = None
         for _ in range(_MOST_LOOKS):
             number, _ = self._newest()
             if number == before:
                 return
-            yield self._half(number), False
-            yield self._half(number - 1), True
+            yield number, False
+            yield number - 1, True
             before = number
+
+    def _ask[A, T](self, question: Callable[[Any, A], T], number: int | None, about: A) -> T | None:
+        """Asks a half; returns None where processes that are faster have removed it meanwhile."""
+        try:
+            return question(self._root if number is None else self._half(number), about)
+        except ValueError:  # of files that are gone
+            if number is None or number >= self._newest()[0] - 1:
+                raise
+            return None
 
     def _newest(self) -> tuple[int, Any]:
         """Reads the newer half's number, which another process may have raised, and its stamp.
@@ -243,8 +273,9 @@ class TensorStore:
         listed = [future.result() for future in [values.list(each) for each in ranges]]
         return dict(zip(keys, map(bool, listed), strict=True))
 
-    def _read(self, values: Any, keys: Sequence[str]) -> list[Any]:
-        return [future.result() for future in [values.read(key) for key in keys]]
+    def _read(self, values: Any, keys: Sequence[str]) -> dict[str, Any]:
+        futures = {key: values.read(key) for key in keys}
+        return {key: future.result() for key, future in futures.items()}
 
     def _write(
         self,

@@ -147,3 +147,38 @@ def test_a_half_of_a_spoilt_size_counts_as_full(tmp_path, text):
     size.write_bytes(text)
     store.put([(KEYS[1], b"y" * 1000)])
     assert store.contains(KEYS[:2]) == [True, True] and (tmp_path / f"{2:012}" / KEYS[1]).exists()
+
+
+class Gone:
+    """A half of which the files were removed while it is looked at."""
+
+    def fail(self, *_):
+        raise ValueError("NOT_FOUND")
+
+    read = list = with_transaction = fail
+
+
+@pytest.mark.parametrize("half", [1, 4])
+@pytest.mark.parametrize("call", ["contains", "get", "put", "remove"])
+def test_a_half_that_others_removed_meanwhile_is_no_fault(tmp_path, monkeypatch, call, half):
+    """A process that is slower than others looks again; of the newest half a fault is one."""
+    slow, fast = (kv.tiers.TensorStore(tmp_path, max_bytes=20_000) for _ in range(2))
+    newest, numbers, key = slow._newest, [slow._newest()], iter(KEYS)
+    while newest()[0] < 4:
+        fast.put([(last := next(key), b"x" * 2000)])
+    other = KEYS[-1]
+    monkeypatch.setattr(slow, "_newest", lambda: numbers.pop() if numbers else newest())
+    monkeypatch.setattr(slow, "_halves", {half: Gone()})
+    ask = {"put": lambda: slow.put([(other, b"y")])}.get(call, lambda: getattr(slow, call)([last, other]))
+    if half == 4:
+        numbers.clear()
+    try:
+        answer = ask()
+    except ValueError as error:
+        answer = str(error)
+    if half == 4:
+        assert answer == "NOT_FOUND"
+    else:
+        assert answer == {"contains": [True, False], "get": [b"x" * 2000, None]}.get(call)
+        kept = [b"x" * 2000 if call != "remove" else None, b"y" if call == "put" else None]
+        assert fast.get([last, other]) == kept
