@@ -1,7 +1,7 @@
 """Transfers between host and devices that the library means, as `jax.device_put` and `jax.device_get` do.
 
 Values of the host go with the call of a program, which knows the places, in a tenth of the time. For jax that
-is an implicit transfer, which a caller may have disallowed to find those of their own.
+is an implicit transfer, and a caller may have disallowed these to find their own.
 """
 
 import contextlib

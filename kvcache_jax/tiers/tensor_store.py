@@ -151,8 +151,7 @@ class TensorStore:
         Of a key in `stamps` the newer half must be as it was then, or nothing is written.
         """
         number, stamp = self._newest()
-        put = functools.partial(self._put_in, number, stamp, stamps)
-        left = self._ask(put, number, pairs)
+        left = self._ask(functools.partial(self._put_in, number, stamp, stamps), number, pairs)
         return pairs if left is None else left
 
     def _put_in(
@@ -163,7 +162,7 @@ class TensorStore:
         values: Any,
         pairs: list[tuple[str, bytes]],
     ) -> list[tuple[str, bytes]]:
-        """Writes to the newer half, of this number, whose number has this stamp."""
+        """Writes to a half, and begins the next if `stamp` is still the newest number's."""
         assert self.max_bytes is not None
         own = _SIZES + self._writer
         names = values.list(self._ts.KvStore.KeyRange(_SIZES, _SIZES + "~")).result()

@@ -104,7 +104,7 @@ def written(cache, batch):
 
 
 def operations():
-    """Those of `public_calls`, given the host's values, on a cache of which two rows are in use."""
+    """The operations of `public_calls`, given the host's values, on a cache of which two rows are in use."""
     dropping = dataclasses.replace(PLAIN, extras=[kv.compression.Dropping()])
     for config, calls in ((dropping, PLAIN_CALLS), (CACHED, CACHED_CALLS)):
         for name, (call, args, options) in calls.items():

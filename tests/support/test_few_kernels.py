@@ -33,10 +33,15 @@ def _functions(x, y):
 
 
 def _needless(x, y):
-    """Of one number alone no index is needed, and of numbers that are known no input."""
-    one = jax.lax.dynamic_slice(x[:1], [y[0]], [1])
+    """XLA would abort on the parameter, of which it finds that no number is needed."""
+    first = jnp.sort(y)
+    zero = first - first
+    return jnp.where(zero == 0, zero + 1, zero - 1) * 2
+
+
+def _known(x, y):
     known = jnp.arange(8) * 3 + jnp.arange(8) % 2
-    return one, known, (known - known) * x, jnp.minimum(y, y)
+    return known, (known - known) * x, jnp.minimum(y, y)
 
 
 def _wide(x, y):
@@ -49,7 +54,7 @@ def _wide(x, y):
     )
 
 
-@pytest.mark.parametrize("function", [_loops, _branches, _functions, _needless, _wide])
+@pytest.mark.parametrize("function", [_loops, _branches, _functions, _needless, _known, _wide])
 def test_few_kernels_compute_what_the_operations_do(function):
     x = jnp.array([3, 1, 4, 1, 5, 9, 2, 6])
     y = jnp.array([2, 7, 1, 8, 2, 8, 1, 8])
@@ -60,4 +65,5 @@ def test_few_kernels_compute_what_the_operations_do(function):
     for got, right in zip(jax.tree.leaves(compiled(x, y)), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(got, right, rtol=1e-5)
     assert few_kernels.PREFIX in compiled.as_text()
+    assert 'inlineable="false",xla_cpu_small_call="true"' in compiled.as_text()
     assert few_kernels.PREFIX not in lowered.as_text()
