@@ -54,11 +54,12 @@ def install() -> None:
     compiler.compile_or_get_cached = compile_few_kernels
 
 
-def compile_for_users(lowered: jax.stages.Lowered, **compiler_options: str) -> jax.stages.Compiled:
+def compile_for_users(lowered: jax.stages.Lowered, **compiler_options: str | bool) -> jax.stages.Compiled:
     """Compiles as XLA does for users, for a test that looks at copies, memory or the text of the program."""
     FOR_USERS.append(lowered)
     try:
-        compiled = lowered.compile(compiler_options)
+        # With an option, which is the default, jax compiles again what was called before.
+        compiled = lowered.compile({"xla_cpu_enable_fast_math": False, **compiler_options})
     finally:
         FOR_USERS.pop()
     assert PREFIX not in compiled.as_text(), "got what a call compiled, expected to compile first"
