@@ -8,7 +8,6 @@ one does not. A decoder's step is compiled by `tests.aot.gpu`. Peers that need w
 reported, and pass.
 """
 
-import os
 import re
 import sys
 import time
@@ -97,8 +96,7 @@ def loops() -> Iterator[tuple[str, contests.Side, int, int, int]]:
 
 
 def main() -> int:
-    jax.config.update("jax_platforms", "cpu")
-    os.environ["XLA_FLAGS"] = (os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0").strip()
+    h200.start_compiler()
     contests.compiled = compile_for_h200
     # Only the shapes of random data matter.
     problem.random_pool = moves.random_pool = lambda _, shape: jnp.zeros(shape, jnp.bfloat16)

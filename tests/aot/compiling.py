@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import os
 import pathlib
 
 import jax
@@ -10,7 +9,7 @@ import numpy as np
 
 from tests.aot import h200
 from tests.aot.cases import CASES
-from tests.aot.dump import KernelCost, read_kernels
+from tests.aot.dump import KernelCost, dump_kernels, read_kernels
 from tests.aot.hlo import COLLECTIVE, kernel_calls, num_copies
 
 
@@ -43,10 +42,8 @@ def compile_case(name: str, folder: pathlib.Path) -> ProgramCost:
       name: Of a case.
       folder: Exists and is empty; takes the compiler's dump and the program's HLO.
     """
-    jax.config.update("jax_platforms", "cpu")
-    # Read when the CUDA plugin starts. There is no GPU to tune on.
-    os.environ["XLA_FLAGS"] = (os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0").strip()
-    os.environ["MOSAIC_GPU_DUMP_TO"] = str(folder)
+    h200.start_compiler()
+    dump_kernels(folder)
     case = next(case for case in CASES if case.name == name)
     arguments = h200.place(case.arguments(), case.num_devices, case.split, case.target)
     with h200.lowering(case.num_devices, case.target):

@@ -1,8 +1,11 @@
-"""What Mosaic GPU's compiler left in the folder that MOSAIC_GPU_DUMP_TO names, read."""
+"""What Mosaic GPU's compiler leaves in a folder, read."""
 
 import dataclasses
+import os
 import pathlib
 import re
+
+from jax.experimental.mosaic.gpu import constraints
 
 from tests.aot.alignment import BASE, tma_alignment
 from tests.aot.descriptors import read_host_code
@@ -47,6 +50,13 @@ class KernelCost:
     serialized: int
     descriptor_faults: tuple[str, ...]
     thread_copies: int
+
+
+def dump_kernels(folder: pathlib.Path) -> None:
+    """Has the compiler leave what it knows of each kernel, from now on, in an empty folder."""
+    os.environ["MOSAIC_GPU_DUMP_TO"] = str(folder)
+    # Nothing here reads the constraints of layouts, and to write them takes as long as to solve them.
+    constraints.ConstraintSystem.__str__ = lambda self: ""
 
 
 def read_kernels(folder: pathlib.Path) -> list[KernelCost]:

@@ -38,10 +38,10 @@ MODELS = {"land at once": False, "land late": True}
 
 def failures(case: Case) -> list[str]:
     """What is wrong in the first model in which something is, a phrase each."""
-    expected, found = case.expected(), []
+    expected, kernels, found = case.expected(), [], []
     for model, lands_late in MODELS.items():
         try:
-            with _small_gpu(), launch.emulated(lands_late, case.target):
+            with _small_gpu(), launch.emulated(lands_late, case.target, kernels):
                 results = case.call()
         except FaultError as fault:
             return [f"where copies and products {model}, {fault}"]

@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import gc
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -22,6 +24,11 @@ from jax.sharding import (
 
 from tests.aot.target import H200, Target
 
+_IN_HASTE = (
+    "--xla_backend_optimization_level=0",
+    "--xla_llvm_disable_expensive_passes=true",
+    "--xla_gpu_disable_gpuasm_optimizations=true",
+)
 NUM_SMS = H200.num_sms
 HEADS = "heads"
 """The mesh axis of several GPUs."""
@@ -32,6 +39,21 @@ class Device(AbstractDevice):
     """One that knows its compute capability, by which Mosaic chooses instructions, as a real one does."""
 
     compute_capability: str
+
+
+def start_compiler(*flags: str, in_haste: bool = True) -> None:
+    """Prepares this process, in which jax has started no backend, to compile for GPUs without one.
+
+    Args:
+      flags: Of XLA.
+      in_haste: Whether XLA's own kernels may be slow. It decides on fusions, buffers, copies and launches
+        before; Mosaic compiles its kernels by itself.
+    """
+    jax.config.update("jax_platforms", "cpu")
+    # Read when the CUDA plugin starts. There is no GPU to tune on.
+    chosen = "--xla_gpu_autotune_level=0", *(_IN_HASTE if in_haste else ()), *flags
+    os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *chosen)).strip()
+    gc.set_threshold(100_000, 50, 100)  # as in tests
 
 
 def abstract_device(target: Target) -> Device:

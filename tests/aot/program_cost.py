@@ -1,9 +1,7 @@
 """One program, compiled for H200 or lowered for CUDA, and what it costs."""
 
 import dataclasses
-import os
 
-import jax
 from jax.sharding import SingleDeviceSharding
 
 from tests.aot import h200
@@ -39,9 +37,7 @@ def all_programs() -> list[Program]:
 
 def start_compiler() -> None:
     """Prepares a process to compile for H200; before jax starts a backend."""
-    jax.config.update("jax_platforms", "cpu")
-    # Read when the CUDA plugin starts. There is no GPU to tune on.
-    os.environ["XLA_FLAGS"] = (os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0").strip()
+    h200.start_compiler()
     h200.know_host_memory()
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from pallas_kernels.mosaic_gpu import append, decode, limits, merge, move_blocks, prefill
 from tests.aot import h200
 from tests.aot.descriptors import HostCode, read_host_code
-from tests.aot.dump import shared_memory_sizes
+from tests.aot.dump import dump_kernels, shared_memory_sizes
 from tests.aot.emulator.cta import Cta, Launch
 from tests.aot.emulator.memory import FaultError, GlobalMemory, UnknownError
 from tests.aot.emulator.program import Program, parse
@@ -39,21 +39,33 @@ _compiled: dict[str, Kernel] = {}
 
 def prepare(folder: pathlib.Path) -> None:
     """Has this process compile for GPUs, and dump to an empty folder."""
-    jax.config.update("jax_platforms", "cpu")
-    os.environ["XLA_FLAGS"] = (os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0").strip()
-    os.environ["MOSAIC_GPU_DUMP_TO"] = str(folder)
+    h200.start_compiler()
+    dump_kernels(folder)
 
 
 @contextlib.contextmanager
-def emulated(lands_late: bool, target: Target) -> Iterator[None]:
-    """Within it, kernels of functions that are called without `jit` are emulated; see `Launch`."""
+def emulated(lands_late: bool, target: Target, kernels: list[Kernel]) -> Iterator[None]:
+    """Within it, kernels of functions that are called without `jit` are emulated.
+
+    Args:
+      lands_late: See `Launch`.
+      target: The GPU.
+      kernels: As a call before this one, on the same shapes, compiled them in order; takes what it compiles.
+    """
+    known = iter(tuple(kernels))
     device = h200.abstract_device(target)
     launchers = [(module, module.launch) for module in _LAUNCHERS]
+
+    def compiled(program: Callable, arrays: list[jax.Array]) -> Kernel:
+        kernel = next(known, None)
+        if kernel is None:
+            kernels.append(kernel := _compile(program, arrays, target))
+        return kernel
 
     def launch(body: Callable, *, cost: Any, interpret: bool, **options: Any) -> Callable:
         def call(*inputs: Any) -> Any:
             kernel = launchers[0][1](body, cost=cost, interpret=False, **options)
-            return _run(kernel, options, inputs, lands_late, target)
+            return _run(kernel, options, inputs, lands_late, compiled)
 
         return call
 
@@ -67,8 +79,14 @@ def emulated(lands_late: bool, target: Target) -> Iterator[None]:
             module.launch = original
 
 
-def _run(kernel: Callable, options: dict[str, Any], inputs: tuple, lands_late: bool, target: Target) -> Any:
-    """Runs all CTAs; references among the inputs are changed in place."""
+def _run(
+    kernel: Callable,
+    options: dict[str, Any],
+    inputs: tuple,
+    lands_late: bool,
+    compiled: Callable[..., Kernel],
+) -> Any:
+    """Runs all CTAs of what `compiled` gives; references among the inputs are changed in place."""
     is_ref = [isinstance(each, jax.Ref) for each in inputs]
     arrays = [each[...] if ref else each for each, ref in zip(inputs, is_ref, strict=True)]
 
@@ -76,9 +94,7 @@ def _run(kernel: Callable, options: dict[str, Any], inputs: tuple, lands_late: b
         refs = [jax.new_ref(array) if ref else array for array, ref in zip(arrays, is_ref, strict=True)]
         return kernel(*refs), [each[...] for each, ref in zip(refs, is_ref, strict=True) if ref]
 
-    compiled = _compile(program, arrays, target)
-    if compiled.shared_memory > target.gpu.shared_memory:
-        raise FaultError(f"{compiled.shared_memory} bytes of shared memory do not fit into {target.name}")
+    found = compiled(program, arrays)
     results = options.get("out_type", ())
     is_one = isinstance(results, jax.ShapeDtypeStruct)
     results = [results] if is_one else list(results)
@@ -87,15 +103,15 @@ def _run(kernel: Callable, options: dict[str, Any], inputs: tuple, lands_late: b
     buffers = [np.array(array) for array in arrays] + nan
     memory = GlobalMemory()
     addresses = [memory.add(buffer) for buffer in buffers]
-    host = compiled.host
+    host = found.host
     tensors = [(each, buffers[each.buffer].reshape(-1).view(np.uint8)) for each in host.descriptors]
     pointers = [addresses[nth] for nth in host.pointers]
     launch = Launch(
-        compiled.program,
+        found.program,
         memory,
         pointers,
         tensors,
-        compiled.shared_memory,
+        found.shared_memory,
         lands_late,
         options.get("num_threads", 1),
     )
@@ -123,5 +139,7 @@ def _compile(program: Callable, arrays: list[jax.Array], target: Target) -> Kern
         path = new.pop()
         passes = path.with_suffix(".mlir-passes.log").read_text(errors="replace")
         size = int(shared_memory_sizes(passes)[-1])
+        if size > target.gpu.shared_memory:
+            raise FaultError(f"{size} bytes of shared memory do not fit into {target.name}")
         _compiled[text] = Kernel(parse(path.read_text()), read_host_code(passes), size)
     return _compiled[text]
