@@ -12,12 +12,13 @@ import pytest
 
 import kvcache_jax as kv
 from tests.core.public_calls import CACHED, CACHED_CALLS, PLAIN, PLAIN_CALLS
-from tests.engine import exact_model
+from tests.engine.exact_engine import make_engine
+from tests.engine.exact_model import make_params
 from tests.support import rotary_model, tiny_model
 from tests.support.tiny_model import PREFILL_LEN, forward
 
 LIBRARY = str(pathlib.Path(kv.__file__).parent)
-PARAMS, EXACT = tiny_model.make_params(), exact_model.make_params()
+PARAMS = tiny_model.make_params()
 PROMPTS, TEXT = [[1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 9]], [1, 2, 3, 4, 5, 6, 7, 8, 9]
 CONFIG = tiny_model.config(enable_prefix_caching=True)
 CHUNKED = tiny_model.config(num_blocks=20, extras=[kv.chunks.Store(3, 12)])
@@ -55,8 +56,7 @@ def chunks(selector, **observed):
 
 def engine_life(placement=None):
     """All that an engine is asked, between the first push and the last event."""
-    limits, config = kv.engine.Limits(max_requests=8), exact_model.config(num_layers=2)
-    engine = kv.Engine(exact_model.forward, EXACT, config, limits=limits, placement=placement)
+    engine = make_engine(placement=placement)
     store = kv.tiers.AttachedStore(kv.tiers.MemoryStore(), weights=WEIGHTS)
     engine.attach(store)
 
@@ -67,7 +67,7 @@ def engine_life(placement=None):
         return list(engine)
 
     serve()
-    engine.set_params(exact_model.make_params(1))
+    engine.set_params(make_params(1))
     serve()
     for keep in (True, False):
         engine.release(keep=keep)
