@@ -11,8 +11,9 @@ limits are for these.
 
 `waits` are those of a program as XLA runs it by default, which records all but loops as CUDA graphs. `driven`
 are the loops and branches, rare ones included, that the host drives where graphs take loops in too, with
-`XLA_FLAGS=--xla_gpu_enable_command_buffer=+WHILE`. Seconds are those of the CPU that compiles. Needs the CUDA
-plugin's wheels, see `make .venv-aot`. Exit status 1 if a step is beyond its limits or does not compile.
+`XLA_FLAGS=--xla_gpu_enable_command_buffer=+WHILE`. Seconds are those of the CPU that compiles,
+without `--markdown` in haste (`h200.start_compiler`). Needs the CUDA plugin's wheels, see `make .venv-aot`.
+Exit status 1 if a step is beyond its limits or does not compile.
 """
 
 import argparse
@@ -234,15 +235,16 @@ def arguments_of(step: DecodeStep) -> tuple:
     return step.arguments(config, decoder_shapes(step.model, step.layers != SINGLE))
 
 
-def compile_step(name: str, folder: pathlib.Path) -> StepCost:
+def compile_step(name: str, folder: pathlib.Path, in_haste: bool) -> StepCost:
     """Compiles the step of that name, in a process of its own.
 
     Args:
       name: Of a step.
       folder: Exists and is empty; takes XLA's dump.
+      in_haste: See `h200.start_compiler`.
     """
     flags = IN_GRAPHS, f"--xla_dump_to={folder}", "--xla_dump_hlo_module_re=jit_"
-    h200.start_compiler(*flags, in_haste=False)  # its seconds count
+    h200.start_compiler(*flags, in_haste=in_haste)
     step = next(step for step in STEPS if step.name == name)
     arguments = h200.place(arguments_of(step))
     with h200.lowering():
@@ -266,7 +268,7 @@ def compile_step(name: str, folder: pathlib.Path) -> StepCost:
     )
 
 
-def costs(steps: Sequence[DecodeStep]) -> Iterator[StepCost | BaseException]:
+def costs(steps: Sequence[DecodeStep], in_haste: bool) -> Iterator[StepCost | BaseException]:
     """Yields each step's cost, or what the compiler raised, in order."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["models.decoder"])
@@ -277,8 +279,8 @@ def costs(steps: Sequence[DecodeStep]) -> Iterator[StepCost | BaseException]:
         folders = [pathlib.Path(temporary, str(nth)) for nth in range(len(steps))]
         for folder in folders:
             folder.mkdir()
-        names = [step.name for step in steps]
-        futures = [executor.submit(compile_step, *each) for each in zip(names, folders, strict=True)]
+        places = zip((step.name for step in steps), folders, strict=True)
+        futures = [executor.submit(compile_step, *place, in_haste) for place in places]
         for future in futures:
             yield future.exception() or future.result()
 
@@ -313,7 +315,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"Compiled for H200 by jax {jax.__version__}; the weights are {weight_bytes(MODEL) / 1e9:.3f} GB\n")
     print(table.head())
     start, num_failed = time.monotonic(), 0
-    for step, cost in zip(steps, costs(steps), strict=True):
+    for step, cost in zip(steps, costs(steps, not options.markdown), strict=True):
         most = step.limits
         if isinstance(cost, StepCost):
             found = failures(cost, most)
