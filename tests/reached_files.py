@@ -104,7 +104,6 @@ def calls() -> dict[str, Callable[[], object]]:
         "append": lambda: kv.append(cache, k[None, :, :1], k[None, :, :1], jnp.array([1, 0, 0, 0])),
         "gather": lambda: kv.gather(cache, jnp.array(0), 0),
         "stats": lambda: kv.stats(cache),
-        **stories(),
     }
 
 
@@ -149,6 +148,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--markdown", action="store_true", help="print a table")
     options = parser.parse_args(arguments)
     by_name = calls()
+    if not options.operations or {*options.operations} - {*by_name}:
+        by_name |= stories()
     names = options.operations or list(by_name)
     if unknown := [name for name in names if name not in by_name]:
         parser.error(f"{', '.join(unknown)}: expected names among {', '.join(by_name)}")

@@ -38,6 +38,7 @@ def test_what_an_import_runs_is_no_call():
 
 def test_more_files_than_allowed_fail_the_command(monkeypatch, capsys):
     monkeypatch.setattr(reached_files, "calls", lambda: dict.fromkeys(("fork", "free"), lambda: None))
+    monkeypatch.setattr(reached_files, "stories", dict)
     reached = Reached(("operations/fork.py", *"abc"), ("core/state.py",))
     monkeypatch.setattr(reached_files, "reached_by", lambda _: reached)
     monkeypatch.setattr(reached_files.jax, "clear_caches", lambda: None)  # other tests have use for them
