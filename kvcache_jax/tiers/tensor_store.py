@@ -86,7 +86,8 @@ class TensorStore:
         moved, stamps, left = [], {}, [*dict.fromkeys(map(checked_key, keys))]
         for number, is_older in self._places():
             for key, result in (self._ask(self._read, number, left) or {}).items():
-                if result.state == "value":
+                # A database says of a value whose file is gone that it is empty.
+                if result.state == "value" and (result.value or not self._is_gone(number)):
                     found[key] = result.value
                     if is_older and not self._is_large(result.value):
                         moved.append((key, result.value))
@@ -233,9 +234,13 @@ class TensorStore:
         try:
             return question(self._root if number is None else self._half(number), about)
         except ValueError:  # of files that are gone
-            if number is None or number >= self._newest()[0] - 1:
+            if not self._is_gone(number):
                 raise
             return None
+
+    def _is_gone(self, number: int | None) -> bool:
+        """Tests whether another process has begun a half two after this one, which it removes then."""
+        return number is not None and number < self._newest()[0] - 1
 
     def _newest(self) -> tuple[int, Any]:
         """Reads the newer half's number, which another process may have raised, and its stamp.

@@ -149,6 +149,20 @@ def test_a_half_of_a_spoilt_size_counts_as_full(tmp_path, text):
     assert store.contains(KEYS[:2]) == [True, True] and (tmp_path / f"{2:012}" / KEYS[1]).exists()
 
 
+@pytest.mark.parametrize("is_gone", [True, False])
+def test_of_a_half_that_others_remove_no_value_is_empty(tmp_path, monkeypatch, is_gone):
+    """Though its tree is still there, and the database says so."""
+    store = kv.tiers.TensorStore(tmp_path, max_bytes=20_000)
+    store.put([(KEYS[0], b"x" * 2000)])
+    [*files] = (tmp_path / f"{1:012}" / "d").iterdir()
+    store.put([(KEYS[1], b"y" * 2000)])
+    for file in files:
+        file.unlink()
+    numbers, stamp = [1], store._newest()[1]
+    monkeypatch.setattr(store, "_newest", lambda: (numbers.pop() if numbers else 4 if is_gone else 1, stamp))
+    assert store.get(KEYS[:3]) == [None if is_gone else b"", b"y" * 2000, None]
+
+
 class Gone:
     """A half of which the files were removed while it is looked at."""
 
