@@ -218,7 +218,7 @@ def generate(
             np.int32(check_in_every),
             draft_source=draft_source,
             retention=retention,
-            may_share=num_samples > 1 or config.enable_prefix_caching,
+            may_share=requests.num_samples > 1 or config.enable_prefix_caching,
         )
         state = host.check_in(state, prompt_rows)
     counts = jax.device_get((state.num_steps, state.num_drafted, state.num_accepted))

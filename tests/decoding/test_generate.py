@@ -76,15 +76,19 @@ def check_idle(result):
 
 
 def test_prompts_that_wait_compile_nothing():
-    """Five more prompts on four rows, of other lengths, find what the first prompt of all has compiled."""
+    """Five more prompts on four rows, of other lengths, find what the first prompt of all has compiled.
+
+    A number of samples that numpy counted is the same number.
+    """
     for fn in PROGRAMS:
         fn.clear_cache()  # so that it is not other tests that have compiled what later prompts need
-    generate([[1, 2, 3]], max_new_tokens=2)
+    generate([[1, 2, 3]], max_new_tokens=2, num_samples=2)
     assert [fn._cache_size() for fn in PROGRAMS] == [1] * len(PROGRAMS)
     with compiled_programs() as programs:
         generate(
             [[9], [8, 7, 6, 5, 4, 3, 2], [1] * 12, [2, 3], [5]],
             max_new_tokens=5,
+            num_samples=np.int32(2),
             sampling=kv.decoding.SamplingParams(seed=3),
         )
     assert not programs
