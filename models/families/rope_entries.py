@@ -18,7 +18,8 @@ def read_rope(values: JsonObject, **options: Any) -> Rope:
     if any(isinstance(value, dict) for value in part.values.values()):
         name = part.prefix.removesuffix(".")
         raise values.error(name, "one set for all layers: nothing else is implemented")
-    return read_rope_part(values, part, values.get("rope_theta", NUMBER, 10_000.0), **options)
+    theta, original = values.get("rope_theta", NUMBER, 10_000.0), values.get(_ORIGINAL, int, None)
+    return read_rope_part(values, part, theta, original, **options)
 
 
 def read_ropes(values: JsonObject, theta: float, window_theta: float) -> tuple[Rope, Rope]:
@@ -33,10 +34,13 @@ def read_ropes(values: JsonObject, theta: float, window_theta: float) -> tuple[R
     return read_rope_part(values, full, theta), read_rope_part(values, sliding, window_theta)
 
 
-def read_rope_part(values: JsonObject, part: JsonObject, theta: float, **options: Any) -> Rope:
+def read_rope_part(
+    values: JsonObject, part: JsonObject, theta: float, original: int | None = None, **options: Any
+) -> Rope:
     """Reads the rotations that `part` of the entries describes; `theta` unless it has its own.
 
-    Families whose heads are rotated in part give a `share` for where nothing is said.
+    Families whose heads are rotated in part give a `share` for where nothing is said. The original context of
+    the whole goes before that of a scaling, but not where layers have sets of their own: there it is None.
     """
     if "share" in options:
         share = values.get("partial_rotary_factor", NUMBER, options["share"])
@@ -51,7 +55,7 @@ def read_rope_part(values: JsonObject, part: JsonObject, theta: float, **options
     if rope_type not in _SCALINGS:
         *most, last = _SCALINGS
         raise part.error(type_name, f"{', '.join(most)} or {last}: nothing else is implemented")
-    return part.make(Rope, theta=theta, scaling=_SCALINGS[rope_type](values, part), **options)
+    return part.make(Rope, theta=theta, scaling=_SCALINGS[rope_type](part, original), **options)
 
 
 def write_rope(rope: Rope | None) -> dict[str, Any]:
@@ -61,31 +65,29 @@ def write_rope(rope: Rope | None) -> dict[str, Any]:
     return {"rope_theta": rope.theta, "rope_scaling": _written(rope.scaling)}
 
 
-def _plain(values: JsonObject, part: JsonObject) -> None:
+def _plain(part: JsonObject, original: int | None) -> None:
     return None
 
 
-def _linear(values: JsonObject, part: JsonObject) -> LinearScaling:
+def _linear(part: JsonObject, original: int | None) -> LinearScaling:
     return part.make(LinearScaling, factor=part.get("factor", NUMBER))
 
 
-def _llama3(values: JsonObject, part: JsonObject) -> Llama3Scaling:
-    above = values.get(_ORIGINAL, int, None)  # goes before what the scaling says
+def _llama3(part: JsonObject, original: int | None) -> Llama3Scaling:
     return part.make(
         Llama3Scaling,
         factor=part.get("factor", NUMBER),
         low_freq_factor=part.get("low_freq_factor", NUMBER),
         high_freq_factor=part.get("high_freq_factor", NUMBER),
-        original_max_seq_len=part.get(_ORIGINAL, int) if above is None else above,
+        original_max_seq_len=part.get(_ORIGINAL, int) if original is None else original,
     )
 
 
-def _yarn(values: JsonObject, part: JsonObject) -> YarnScaling:
-    above = values.get(_ORIGINAL, int, None)
+def _yarn(part: JsonObject, original: int | None) -> YarnScaling:
     return part.make(
         YarnScaling,
         factor=part.get("factor", NUMBER),
-        original_max_seq_len=part.get(_ORIGINAL, int) if above is None else above,
+        original_max_seq_len=part.get(_ORIGINAL, int) if original is None else original,
         # 0 stands for nothing here.
         beta_fast=part.get("beta_fast", NUMBER, None) or 32.0,
         beta_slow=part.get("beta_slow", NUMBER, None) or 1.0,
