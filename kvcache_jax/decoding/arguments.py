@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import Sharding
 
 from kvcache_jax.arrays.number_checks import as_list, static_count
 from kvcache_jax.arrays.transfers import explicit_transfers
@@ -73,6 +74,24 @@ def require_arrays(params: Any) -> None:
         if callable(leaf) or not _is_numeric(leaf):
             place = jax.tree_util.keystr(path)
             raise TypeError(f"params{place} is {leaf!r}, expected arrays alone: {_PARTITION}")
+
+
+def committed_shardings(hint: str = "", **values: Any) -> list[Sharding]:
+    """Lists where the arrays of pytrees, by name, are committed to; refuses devices that differ.
+
+    One program takes all of them. The `hint` goes after the fix.
+    """
+    leaves = [(name, leaf) for name, value in values.items() for leaf in jax.tree.leaves(value)]
+    found = [(name, x.sharding) for name, x in leaves if isinstance(x, jax.Array) and x.committed]
+    homes = {frozenset(sharding.device_set): name for name, sharding in reversed(found)}
+    if len(homes) > 1:
+        named = [(" and ".join(sorted(map(str, devices))), name) for devices, name in homes.items()]
+        (first, name), (second, other), *_ = sorted(named)
+        raise ValueError(
+            f"{name} has arrays committed to {first} and {'others' if other == name else other} to {second}, "
+            f"expected all on the same: jax.device_put(params, device){hint}"
+        )
+    return [sharding for _, sharding in found]
 
 
 def _is_numeric(leaf: Any) -> bool:

@@ -189,6 +189,7 @@ def beam_search(
 
     stops, penalty = arguments.stop_ids(stop_tokens), np.float32(length_penalty)
     params = prepared(forward, params)
+    arguments.committed_shardings(params=params)
     cache, logits = prefilling(_prefill, forward, params, init(config), prompt_tokens, num_beams, prefill_len)
     state = prefilling(
         _begin, cache, logits, stops, penalty, num_beams=num_beams, max_new_tokens=max_new_tokens

@@ -165,6 +165,10 @@ def generate(
     width = retention.max_text_len(config, requests.prompts, max_new_tokens)
     _check(requests, config, num_drafts, draft, retention.max_held_len(config, prefill_len))
     params = prepared(forward, params)
+    if draft is not None:
+        draft = dataclasses.replace(draft, params=prepared(draft.forward, draft.params))
+    draft_params = draft.params if draft else None
+    arguments.committed_shardings(params=params, cache=cache, draft=draft_params)
     prompt_rows = prompts.rows(
         PromptCall(
             caller="generate",
@@ -179,9 +183,6 @@ def generate(
     )
     check_in_every = steps_between_check_ins(watch, has_stop_strings=stop_strings is not None)
     draft_source = DraftSource(num_drafts, draft.forward if draft else None) if num_drafts else None
-    if draft is not None:
-        draft = dataclasses.replace(draft, params=prepared(draft.forward, draft.params))
-    draft_params = draft.params if draft else None
 
     stops = arguments.stop_ids(stop_tokens)
     host = Host(requests, config, stop_strings, watch)

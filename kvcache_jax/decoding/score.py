@@ -14,7 +14,12 @@ from kvcache_jax.core.arguments import namespace_words
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import Admission, Cache
 from kvcache_jax.core.status import Status, raise_for_status
-from kvcache_jax.decoding.arguments import check_model, model_tokens, usable_prefill_len
+from kvcache_jax.decoding.arguments import (
+    check_model,
+    committed_shardings,
+    model_tokens,
+    usable_prefill_len,
+)
 from kvcache_jax.decoding.forward import Forward, prepared
 from kvcache_jax.decoding.host import idle_cache
 from kvcache_jax.decoding.prefill import feed, prefill
@@ -101,6 +106,7 @@ def score(
         )
     prefill_len = usable_prefill_len(prefill_len, config)
     params = prepared(forward, params)
+    committed_shardings(params=params, cache=cache)
     context_rows = prompts.rows(
         PromptCall(
             caller="score",

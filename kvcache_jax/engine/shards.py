@@ -26,6 +26,7 @@ from kvcache_jax.core.extras import KeptArray
 from kvcache_jax.core.init import init
 from kvcache_jax.core.state import Cache, KVPool
 from kvcache_jax.core.team import ALONE
+from kvcache_jax.decoding.arguments import committed_shardings
 from kvcache_jax.engine.exchange import Exchange
 from kvcache_jax.engine.options import Options, Placement, require_axis
 from kvcache_jax.engine.program import Inbox, run_dispatch
@@ -238,16 +239,9 @@ def _is_committed(leaf: Any) -> bool:
 @explicit_transfers
 def _home_of(params: Any) -> Sharding:
     """Finds where an engine without a mesh lives: where its parameters are, else on the default device."""
-    committed = [leaf.sharding for leaf in jax.tree.leaves(params) if _is_committed(leaf)]
+    committed = committed_shardings(", or Engine(placement=)", params=params)
     if not committed:
         return jnp.zeros(()).sharding
-    homes = {frozenset(sharding.device_set) for sharding in committed}
-    if len(homes) > 1:
-        names = sorted(" and ".join(sorted(map(str, devices))) for devices in homes)
-        raise ValueError(
-            f"params has arrays committed to {names[0]} and others to {names[1]}, expected all on the same: "
-            "jax.device_put(params, device), or Engine(placement=)"
-        )
     if len(committed[0].device_set) == 1:
         return SingleDeviceSharding(*committed[0].device_set)
     meshes = [sharding.mesh for sharding in committed if isinstance(sharding, NamedSharding)]

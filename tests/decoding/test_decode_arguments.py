@@ -258,6 +258,28 @@ def host_loops(forward):
     }
 
 
+def test_arrays_of_two_devices_are_refused():
+    """Of a model, of a cache from a call elsewhere, and of a draft model; the cache stays whole."""
+    devices, pattern = (
+        jax.devices()[:2],
+        "{} has arrays committed to .*0 and {} to .*1, expected all on the same",
+    )
+    apart = {name: jax.device_put(x, devices[i % 2]) for i, (name, x) in enumerate(PARAMS.items())}
+    here, cache = jax.device_put(PARAMS, devices[0]), jax.device_put(kv.init(config()), devices[1])
+    drafts = kv.decoding.Drafts(1, kv.Draft(forward, jax.device_put(PARAMS, devices[1]), config()))
+    options = dict(max_new_tokens=2)
+    for call in host_loops(forward).values():
+        with pytest.raises(ValueError, match=pattern.format("params", "others")):
+            call(apart)
+    with pytest.raises(ValueError, match=pattern.format("params", "cache")):
+        kv.score(forward, here, [1], [[2]], config(), cache=cache)
+    with pytest.raises(ValueError, match=pattern.format("params", "cache")):
+        kv.generate(forward, here, [[1]], config(), cache=cache, **options)
+    with pytest.raises(ValueError, match=pattern.format("params", "draft")):
+        kv.generate(forward, here, [[1]], config(), drafts=drafts, **options)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(cache))
+
+
 def test_a_loop_of_the_host_is_not_traced():
     for name, call in host_loops(forward).items():
         message = (
