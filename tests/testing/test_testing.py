@@ -235,6 +235,44 @@ def test_the_token_test_notices_one_wrong_number(name):
     assert testing.check_tokens(cache, expected(oracle)) == [f"row 2 reads wrong {what} in layer 1 at [4]"]
 
 
+def test_the_token_test_notices_rows_of_other_lengths():
+    cache, oracle = filled()
+    texts = {**expected(oracle), 1: [3, 4], 2: [7], 3: [2]}
+    assert testing.check_tokens(cache, texts) == [
+        "row 1 holds 1 tokens, expected 2",
+        "row 2 holds 5 tokens, expected 1",
+        "row 3 holds 0 tokens, expected 1",
+    ]
+    freed, _ = kv.free(cache, [0])
+    assert testing.check_tokens(freed, expected(oracle)) == ["row 0 holds 0 tokens, expected 6"]
+    rotated = kv.CacheConfig([kv.Quantised(kv.FullAttention(1, 8), "int8", rotate=True)], max_seq_len=8)
+    assert testing.check_tokens(kv.init(rotated), {}) == []
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        ([[7]], "TypeError: expected is [[7]], expected a dict: row -> tokens"),
+        ({-1: [7]}, "ValueError: row is -1, expected 0 <= row"),
+        ({0.0: [7]}, "TypeError: row is 0.0, expected an integer"),
+        ({0: 7}, "TypeError: tokens is 7, expected a list of token ids"),
+        ({0: [7.0]}, "TypeError: token is 7.0, expected an integer"),
+        ({0: [2**14]}, "ValueError: token is 16384, expected 0 <= token"),
+    ],
+)
+def test_what_the_token_test_cannot_compare_is_refused(texts, message):
+    said = ""
+    try:
+        testing.check_tokens(filled()[0], texts)
+    except (TypeError, ValueError) as error:
+        said = f"{type(error).__name__}: {error}"
+    assert said.startswith(message)
+    with pytest.raises(ValueError, match="built with storage=False"):
+        testing.check_tokens(kv.init(config(), storage=False), {})
+    with pytest.raises(TypeError, match="tokens has dtype float32, expected integers"):
+        testing.write_tokens(filled()[0], np.ones((4, 5), np.float32), None)
+
+
 @pytest.mark.slow
 def test_the_token_test_and_the_oracle_look_at_chunks_too():
     sizes = dict(num_blocks=8, block_size=4, max_seqs=2, max_seq_len=24, extras=[kv.chunks.Store(3, 6)])
