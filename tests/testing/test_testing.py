@@ -34,7 +34,8 @@ def model(tokens, cache, step):
 
 
 @pytest.mark.slow
-def test_a_good_model_passes_with_a_policy_and_the_least_of_everything():
+@pytest.mark.parametrize("options", [{"eviction_policy": "fifo"}, {"extras": [kv.tiers.Host(num_blocks=8)]}])
+def test_a_good_model_passes_with_a_policy_or_a_tier_and_the_least_of_everything(options):
     """It may rule a token out, and need room beside its cache."""
 
     def masked(tokens, cache, step):
@@ -44,7 +45,7 @@ def test_a_good_model_passes_with_a_policy_and_the_least_of_everything():
             logits += 0 * jnp.sort(jnp.outer(flat, flat))[0, 0]
         return logits.at[..., 3].set(-jnp.inf), cache
 
-    least = config(enable_prefix_caching=True, eviction_policy="fifo", max_seq_len=9, num_blocks=12)
+    least = config(enable_prefix_caching=True, max_seq_len=9, num_blocks=12, **options)
     check(masked, config=least, num_tokens=9)
 
 
@@ -159,6 +160,10 @@ def returns(change):
             TypeError,
             r"takes \(params, .*expected \(tokens, cache, step\): bind",
         ),
+        ({"forward": 5}, TypeError, "forward is 5, expected a function"),
+        ({"config": kv.init(config())}, TypeError, "check_forward got a Cache, expected a CacheConfig"),
+        ({"atol": float("nan")}, ValueError, "atol is nan, expected a finite number"),
+        ({"atol": -1}, ValueError, "atol is -1.0, expected 0 or more"),
         ({"num_tokens": 12.5}, TypeError, "num_tokens is 12.5, expected an integer"),
         ({"vocab_size": 0}, ValueError, "vocab_size is 0, expected at least 1"),
         ({"vocab_size": VOCAB + 1}, ValueError, f"of {VOCAB} entries, expected vocab_size = {VOCAB + 1}"),
