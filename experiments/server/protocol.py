@@ -2,7 +2,7 @@
 
 import secrets
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
 
@@ -47,15 +47,27 @@ class Refused(Exception):  # noqa: N818
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
-class StreamOptions(pydantic.BaseModel, extra="forbid"):
+def _one_of(kinds: str) -> pydantic.WrapValidator:
+    """Has an error name all kinds that a value may be of, not the first one alone."""
+
+    def check(value: Any, validate: pydantic.ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return validate(value)
+        except pydantic.ValidationError:
+            raise ValueError(f"expected {kinds}") from None
+
+    return pydantic.WrapValidator(check)
+
+
+class StreamOptions(pydantic.BaseModel, extra="forbid", strict=True):
     """Options of a stream."""
 
     include_usage: bool = False
     include_obfuscation: bool = False  # which hides lengths of tokens from who listens; accepted, never done
 
 
-class Options(pydantic.BaseModel, extra="forbid"):
-    """Options that completions and chats have alike."""
+class Options(pydantic.BaseModel, extra="forbid", strict=True):
+    """Options that completions and chats have alike; a number is no text and no truth value."""
 
     model: str
     max_tokens: int | None = pydantic.Field(None, ge=1)
@@ -105,7 +117,9 @@ class Options(pydantic.BaseModel, extra="forbid"):
 class CompletionOptions(Options):
     """The body of /v1/completions."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: Annotated[
+        str | list[int] | list[str] | list[list[int]], _one_of("a text, token ids, or a list of either")
+    ]
     logprobs: int | None = pydantic.Field(None, ge=0)
 
     @property
@@ -119,18 +133,20 @@ class CompletionOptions(Options):
         return [self.prompt] if is_one else self.prompt  # type: ignore
 
 
-class Part(pydantic.BaseModel, extra="forbid"):
+class Part(pydantic.BaseModel, extra="forbid", strict=True):
     """A part of a message."""
 
     type: Literal["text"]
     text: str
 
 
-class Message(pydantic.BaseModel, extra="allow"):
+class Message(pydantic.BaseModel, extra="allow", strict=True):
     """A message of a chat; the template sees all that it has."""
 
     role: str
-    content: str | list[Part] = ""
+    content: Annotated[
+        str | list[Part], _one_of("a text, or a list of {'type': 'text', 'text': TEXT} alone")
+    ] = ""
 
     def for_template(self) -> dict[str, Any]:
         """Returns it with its content as one text."""

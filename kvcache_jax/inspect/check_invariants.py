@@ -4,6 +4,7 @@ Only the hash of a block and the bucket that it belongs into are computed by the
 """
 
 import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -67,6 +68,12 @@ def check_invariants(cache: Cache) -> list[str]:
                 f"row {row} has a source of {length[row]} tokens, outside [0, {group.max_len}]"
                 for row in np.flatnonzero((length < 0) | (length > group.max_len))
             ]
+    if cache.control.marks is not None:
+        marks = np.asarray(cache.control.marks)
+        unusable += [
+            f"row {row} marks {marks[row].tolist()}, lengths outside [0, {cache.config.max_seq_len}]"
+            for row in np.flatnonzero(((marks < 0) | (marks > cache.config.max_seq_len)).any(axis=1))
+        ]
     unusable += _check_ids(cache) + _check_holes(cache)
     if unusable:
         return violations + unusable  # the checks below look things up by them
@@ -151,8 +158,13 @@ def _check_ids(cache: Cache) -> list[str]:
             if links is not None:
                 found.append((f"group {g}: the list of linked blocks", links.block_ids, pool.num_blocks))
                 found.append((f"group {g}: the list of indexed blocks", links.indexed_ids, nowhere))
+    return check_ids(found)
+
+
+def check_ids(lists: Sequence[tuple[str, jax.Array, int]]) -> list[str]:
+    """Checks that lists, each with a name and with its id of nowhere, hold nothing but ids."""
     violations = []
-    for holder, ids, nowhere in found:
+    for holder, ids, nowhere in lists:
         ids = np.asarray(ids)
         for entry in sorted({*ids[(ids < 0) | (ids > nowhere)].tolist()}):
             violations.append(f"{holder} holds {entry}, which is neither a block nor nowhere ({nowhere})")
@@ -260,7 +272,7 @@ def _check_index(cache: Cache) -> list[str]:
             return [*violations, "the parents of published blocks form a circle"]
     if index.history is not None:
         violations += _check_history(index.history, parent, is_published, depth)
-    hashes, bucket_ids = map(np.asarray, _expected_hashes(index, control.hash_key, depth))
+    hashes, bucket_ids = map(np.asarray, expected_hashes(index, control.hash_key, depth))
     is_hash = (hashes == np.asarray(index.block_hash)).all(axis=1)
     is_listed = (buckets[bucket_ids] == np.arange(nowhere)[:, None]).any(axis=1)
     for block in published[~is_hash[published]]:
@@ -319,9 +331,7 @@ def check_group_links(links: GroupLinks, is_indexed: np.ndarray, is_published: n
 
 
 @jax.jit
-def _expected_hashes(
-    index: PrefixIndex, hash_key: jax.Array, depth: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def expected_hashes(index: PrefixIndex, hash_key: jax.Array, depth: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Computes the hash of each block that follows from its parent's, and its bucket."""
     before = index.block_hash.at[index.parent].get(mode="clip")
     is_root = (index.parent == index.parent.shape[0])[:, None]

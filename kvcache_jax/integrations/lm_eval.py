@@ -10,7 +10,7 @@ this module does, and goes on as lm-eval's.
 import logging
 import pkgutil
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -79,7 +79,10 @@ class Model(TemplateLM):
         if not callable(model) and not (isinstance(model, str) and ":" in model):
             raise ValueError(f"model is {model!r}, expected module:function, such as my_model:load")
         load: Any = pkgutil.resolve_name(model) if isinstance(model, str) else model
-        self._forward, self._params, self._config, self._tokenizer = load(**arguments)
+        found = load(**arguments)
+        if not isinstance(found, Sequence) or len(found) != 4:
+            raise ValueError(f"model returned {found!r:.200}, expected (forward, params, config, tokenizer)")
+        self._forward, self._params, self._config, self._tokenizer = found
         self._max_gen_toks, self.num_cached_tokens = int(max_gen_toks), 0
         firsts = [*self._tokenizer.encode("")[:1], *self._tokenizer.stop_tokens]
         if prefix_token is None and not firsts:

@@ -143,7 +143,8 @@ class Rollout(BaseRollout):
         """Samples an answer to each prompt; equal prompts are one request with several samples.
 
         Raises:
-          ValueError: a prompt and its answer are longer than a row, or need more blocks than there are.
+          ValueError: a prompt and its answer are longer than a row, or need more blocks than there are; an
+            option of `rollout_config` that is out of range.
           FloatingPointError: logits are no numbers.
         """
         ids = [self._encode(prompt) for prompt in prompts]
@@ -151,7 +152,8 @@ class Rollout(BaseRollout):
         for i, prompt in enumerate(ids):
             places.setdefault(prompt, []).append(i)
         prompt_len = max(rollout_config.max_prompt_length, *map(len, ids))
-        num_new, temperature = rollout_config.max_tokens_to_generate, rollout_config.temperature
+        num_new = rollout_config.max_tokens_to_generate
+        temperature = SamplingParams(rollout_config.temperature).temperature  # which checks it
         ends = rollout_config.eos_tokens or [self.eos_id()]
         stops = sorted({*ends, self.pad_id()})
         longest = max(map(len, ids)) + num_new
@@ -160,7 +162,6 @@ class Rollout(BaseRollout):
                 f"a prompt and its answer have {longest} tokens, expected at most max_seq_len + 1 = "
                 f"{self._cache_config.max_seq_len + 1}: give cache_config longer rows"
             )
-        engine = self._ready_engine(prompt_len + num_new, len(prompts), len(stops))
         is_greedy, returns_logprobs = temperature == 0, rollout_config.return_logprobs
         base = 0 if rollout_config.seed is None else int(jax.random.bits(rollout_config.seed))
         first = self._num_requests if rollout_config.seed is None else 0
@@ -176,6 +177,8 @@ class Rollout(BaseRollout):
             options |= {"sampling": drawn, "num_samples": len(samples), "id": number}
             waiting.append(GenerationRequest(prompt, num_new, **options))
         self._num_requests += len(waiting)
+        # Only now, so that what is refused leaves the trainer its memory, and the engine as it was.
+        engine = self._ready_engine(prompt_len + num_new, len(prompts), len(stops))
         try:
             tokens, logprobs = self._drain(engine, waiting, list(places.values()))
         except BaseException:

@@ -146,10 +146,10 @@ def hadamard(x: jax.Array) -> jax.Array:
     By additions of pairs, not by a product: the order of its sums must not depend on the batch.
     """
     size = x.shape[-1] & -x.shape[-1]  # the largest power of two that divides it
-    parts = x.reshape(*x.shape[:-1], -1, size)
+    parts = x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
     half = 1
     while half < size:
-        pairs = parts.reshape(*parts.shape[:-1], -1, 2, half)
+        pairs = parts.reshape(*parts.shape[:-1], size // (2 * half), 2, half)
         first, second = pairs[..., 0, :], pairs[..., 1, :]
         parts = jnp.stack([first + second, first - second], axis=-2).reshape(parts.shape)
         half *= 2

@@ -14,9 +14,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from kvcache_jax.arrays.number_checks import as_list, static_count
 from kvcache_jax.arrays.transfers import explicit_transfers
 from kvcache_jax.attention.mosaic import interpreted
 from kvcache_jax.attention.write import write
+from kvcache_jax.core.arguments import integers, pool_of
 from kvcache_jax.core.cache_checks import require_values, takes_one
 from kvcache_jax.core.state import Cache, Step
 from kvcache_jax.layers.layer_kind import LayerKind
@@ -63,7 +65,12 @@ def write_tokens(cache: Cache, tokens: jax.Array, step: Step) -> Cache:
       cache: Not changed, unless donated.
       tokens: int, shaped like `step.positions`.
       step: From `extend`.
+
+    Raises:
+      TypeError: `tokens` are no integers.
+      ValueError: they have another shape, or the cache was built with `storage=False`.
     """
+    tokens = integers("tokens", tokens)
     for layer in cache.config.own_layers:
         codes = _layer_codes(cache.config.layers[layer], tokens, layer)
         cache = write(cache, layer, codes["k"], codes.get("v"), step)
@@ -83,17 +90,24 @@ def check_tokens(cache: Cache, expected: Mapping[int, Sequence[int | None]]) -> 
 
     Args:
       cache: Filled by `write_tokens`, and with chunks whose keys were not rotated.
-      expected: The tokens of each active row; None at a place between chunks, which holds zeros.
+      expected: All tokens of each row that is looked at; None at a place between chunks, which holds zeros.
 
     Returns:
-      One sentence per row or chunk and layer that reads something else; empty if all is well.
+      One sentence per row that holds another number of tokens, and per row or chunk and layer that reads
+      something else; empty if all is well.
+
+    Raises:
+      TypeError: the cache is traced or has no values, or `expected` has rows or tokens that are no integers.
+      ValueError: the cache is batched, was donated or has no storage, or a row or a token is out of range.
     """
     require_values("check_tokens", cache, pools=True)
+    pool_of(cache, 0)
     cache = cache.config.keeper.settle(cache)
+    rows, found = _texts_of_rows(cache, expected)
     chunks = _texts_of_chunks(cache)
-    texts = {f"row {row}": text for row, text in expected.items()}
+    texts = {f"row {row}": text for row, text in rows.items()}
     texts |= {f"chunk {chunk}": text for chunk, text in chunks.items()}
-    found, names = [], [*texts]
+    names = [*texts]
     holders = np.repeat(np.arange(len(texts)), [len(text) for text in texts.values()])
     places = np.concatenate([np.arange(0), *(np.arange(len(text)) for text in texts.values())])
     tokens = np.array([token or 0 for text in texts.values() for token in text], int)
@@ -102,7 +116,7 @@ def check_tokens(cache: Cache, expected: Mapping[int, Sequence[int | None]]) -> 
     for group_id, group in enumerate(cache.config.groups):
         if group.holds_sources or not group.kind.inputs:
             continue
-        lines, firsts = _held_blocks(cache, group_id, [*expected], [*chunks])
+        lines, firsts = _held_blocks(cache, group_id, [*rows], [*chunks])
         at = firsts[holders] + places
         blocks, num_blocks = (
             lines[holders, at // group.block_size],
@@ -124,6 +138,25 @@ def check_tokens(cache: Cache, expected: Mapping[int, Sequence[int | None]]) -> 
                     wrong = places[held][is_wrong & (holders[held] == holder)].tolist()
                     found.append(f"{names[holder]} reads wrong {what} in layer {layer} at {wrong}")
     return found
+
+
+def _texts_of_rows(
+    cache: Cache, expected: Mapping[int, Sequence[int | None]]
+) -> tuple[dict[int, list[int | None]], list[str]]:
+    """Checks what is expected; returns the tokens where rows have some, and names rows of other lengths."""
+    if not isinstance(expected, Mapping):
+        raise TypeError(f"expected is {expected!r}, expected a dict: row -> tokens")
+    texts, found, lengths = {}, [], np.asarray(cache.context_len).tolist()
+    for row, text in expected.items():
+        row = static_count("row", row, 0, cache.max_seqs - 1, "max_seqs - 1")
+        tokens = [
+            None if token is None else static_count("token", token, 0, 2**14 - 1, "2**14 - 1")
+            for token in as_list("tokens", text, "token ids")
+        ]
+        if len(tokens) != lengths[row]:
+            found.append(f"row {row} holds {lengths[row]} tokens, expected {len(tokens)}")
+        texts[row] = tokens[: lengths[row]]
+    return texts, found
 
 
 def _texts_of_chunks(cache: Cache) -> dict[int, list[int]]:

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvcache_jax.arrays.number_checks import static_count
+from kvcache_jax.arrays.number_checks import finite_number, static_count
 from kvcache_jax.arrays.transfers import explicit_transfers
-from kvcache_jax.core.config import CacheConfig, memory_bytes
+from kvcache_jax.core.config import CacheConfig, memory_bytes, require_config
 from kvcache_jax.core.describe import control_bytes
 from kvcache_jax.core.donate import donate
 from kvcache_jax.core.init import init
@@ -65,7 +65,12 @@ def check_forward(
         returns something else; parameters with which no token matters to the next.
       StatusError: the config has too few blocks.
     """
-    vocab_size = static_count("vocab_size", vocab_size)
+    require_config("check_forward", config)
+    if not callable(forward):
+        raise TypeError(f"forward is {forward!r}, expected a function: (tokens, cache, step)")
+    vocab_size, atol = static_count("vocab_size", vocab_size), finite_number("atol", atol)
+    if atol < 0:
+        raise ValueError(f"atol is {atol}, expected 0 or more")
     if num_tokens is None:
         num_tokens = max(23, 2 * max(group.block_size for group in config.groups) + 7)
         num_tokens = min(num_tokens, config.max_seq_len, config.query_len_limit)
@@ -208,8 +213,9 @@ class _Runner:
     def assert_no_pool_copy(self) -> None:
         small, large = self._resized(is_large=False), self._resized(is_large=True)
         pool_growth = memory_bytes(large) - memory_bytes(small)
-        # Policies other than lru look at all blocks when they must evict.
-        looks_at_all = self.config.enable_prefix_caching and self.config.eviction.policy != "lru"
+        # Policies other than lru, and a keeper of blocks, look at all blocks when they must evict.
+        is_plain = self.config.eviction.policy == "lru" and self.config.keeper.memory_kind is None
+        looks_at_all = self.config.enable_prefix_caching and not is_plain
         least_copy = 0.01 * pool_growth + looks_at_all * (control_bytes(large) - control_bytes(small))
         for width in sorted(self.widths):
             used = self._bytes_used(large, width)

@@ -50,6 +50,32 @@ def test_the_server_listens_on_this_machine_alone_unless_told_otherwise():
 
 
 @pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"prompt": ["a", 1]}, "prompt is ['a', 1]: expected a text, token ids, or a list of either"),
+        ({"prompt": [True]}, "prompt is [True]: expected a text, token ids, or a list of either"),
+        ({"prompt": "a", "logprobs": False}, "logprobs is False: input should be a valid integer"),
+        ({"prompt": "a", "max_tokens": "5"}, "max_tokens is '5': input should be a valid integer"),
+        ({"prompt": "a", "stream": 1}, "stream is 1: input should be a valid boolean"),
+        (
+            {"prompt": "a", "stream_options": {"include_usage": 1}},
+            "stream_options.include_usage is 1: input should be a valid boolean",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages.0.content is [{'type': 'image_url'}]: expected a text, or a list of "
+            "{'type': 'text', 'text': TEXT} alone",
+        ),
+    ],
+)
+def test_what_a_value_may_be_is_named_and_another_kind_is_not_taken_for_it(body, said):
+    kind = protocol.ChatOptions if "messages" in body else protocol.CompletionOptions
+    with pytest.raises(protocol.Refused) as refused:
+        protocol.parse(kind, json.dumps({"model": "tiny"} | body).encode(), "tiny")
+    assert str(refused.value) == said and refused.value.param == said.split(" is ")[0]
+
+
+@pytest.mark.parametrize(
     ("options", "said"),
     [
         (["--port", "70000"], "from 0 to 65535"),

@@ -170,3 +170,11 @@ INDEX_BREAKS = {
 @pytest.mark.parametrize("sentence", INDEX_BREAKS)
 def test_a_broken_index_is_found(published, sentence):
     assert_found(published, INDEX_BREAKS[sentence], sentence)
+
+
+@pytest.mark.parametrize("mark", [-1, 17])
+def test_marks_outside_of_a_row_are_found(mark):
+    layers = [kv.FullAttention(1, 4), kv.ShortConvolution(4, kernel=2)]
+    sizes = dict(num_blocks=4, block_size=4, max_seqs=2, max_seq_len=16, enable_prefix_caching=True)
+    cache = kv.init(kv.CacheConfig(layers, **sizes), storage=False)
+    assert_found(cache, [("marks", (1, 0), mark)], f"row 1 marks [{mark}, 0], lengths outside [0, 16]")

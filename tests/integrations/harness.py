@@ -187,6 +187,8 @@ def check_ends() -> None:
     for call, message in (
         (lambda: model.generate_until(requests("generate_until", [("012340", {})])), "raise num_blocks"),
         (lambda: Model(5), "model is 5, expected module:function"),
+        (lambda: Model(lambda: (1, 2)), "returned (1, 2), expected (forward, params, config, tokenizer)"),
+        (lambda: Model(lambda: 5), "returned 5, expected (forward, params, config, tokenizer)"),
     ):
         try:
             call()

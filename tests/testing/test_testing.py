@@ -34,7 +34,8 @@ def model(tokens, cache, step):
 
 
 @pytest.mark.slow
-def test_a_good_model_passes_with_a_policy_and_the_least_of_everything():
+@pytest.mark.parametrize("options", [{"eviction_policy": "fifo"}, {"extras": [kv.tiers.Host(num_blocks=8)]}])
+def test_a_good_model_passes_with_a_policy_or_a_tier_and_the_least_of_everything(options):
     """It may rule a token out, and need room beside its cache."""
 
     def masked(tokens, cache, step):
@@ -44,7 +45,7 @@ def test_a_good_model_passes_with_a_policy_and_the_least_of_everything():
             logits += 0 * jnp.sort(jnp.outer(flat, flat))[0, 0]
         return logits.at[..., 3].set(-jnp.inf), cache
 
-    least = config(enable_prefix_caching=True, eviction_policy="fifo", max_seq_len=9, num_blocks=12)
+    least = config(enable_prefix_caching=True, max_seq_len=9, num_blocks=12, **options)
     check(masked, config=least, num_tokens=9)
 
 
@@ -159,6 +160,10 @@ def returns(change):
             TypeError,
             r"takes \(params, .*expected \(tokens, cache, step\): bind",
         ),
+        ({"forward": 5}, TypeError, "forward is 5, expected a function"),
+        ({"config": kv.init(config())}, TypeError, "check_forward got a Cache, expected a CacheConfig"),
+        ({"atol": float("nan")}, ValueError, "atol is nan, expected a finite number"),
+        ({"atol": -1}, ValueError, "atol is -1.0, expected 0 or more"),
         ({"num_tokens": 12.5}, TypeError, "num_tokens is 12.5, expected an integer"),
         ({"vocab_size": 0}, ValueError, "vocab_size is 0, expected at least 1"),
         ({"vocab_size": VOCAB + 1}, ValueError, f"of {VOCAB} entries, expected vocab_size = {VOCAB + 1}"),
@@ -233,6 +238,44 @@ def test_the_token_test_notices_one_wrong_number(name):
     cache = dataclasses.replace(cache, pools=(kv.state.KVPool(arrays=pool.arrays | {name: spoiled}),))
     what = "keys" if name == "k" else "values"
     assert testing.check_tokens(cache, expected(oracle)) == [f"row 2 reads wrong {what} in layer 1 at [4]"]
+
+
+def test_the_token_test_notices_rows_of_other_lengths():
+    cache, oracle = filled()
+    texts = {**expected(oracle), 1: [3, 4], 2: [7], 3: [2]}
+    assert testing.check_tokens(cache, texts) == [
+        "row 1 holds 1 tokens, expected 2",
+        "row 2 holds 5 tokens, expected 1",
+        "row 3 holds 0 tokens, expected 1",
+    ]
+    freed, _ = kv.free(cache, [0])
+    assert testing.check_tokens(freed, expected(oracle)) == ["row 0 holds 0 tokens, expected 6"]
+    rotated = kv.CacheConfig([kv.Quantised(kv.FullAttention(1, 8), "int8", rotate=True)], max_seq_len=8)
+    assert testing.check_tokens(kv.init(rotated), {}) == []
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        ([[7]], "TypeError: expected is [[7]], expected a dict: row -> tokens"),
+        ({-1: [7]}, "ValueError: row is -1, expected 0 <= row"),
+        ({0.0: [7]}, "TypeError: row is 0.0, expected an integer"),
+        ({0: 7}, "TypeError: tokens is 7, expected a list of token ids"),
+        ({0: [7.0]}, "TypeError: token is 7.0, expected an integer"),
+        ({0: [2**14]}, "ValueError: token is 16384, expected 0 <= token"),
+    ],
+)
+def test_what_the_token_test_cannot_compare_is_refused(texts, message):
+    said = ""
+    try:
+        testing.check_tokens(filled()[0], texts)
+    except (TypeError, ValueError) as error:
+        said = f"{type(error).__name__}: {error}"
+    assert said.startswith(message)
+    with pytest.raises(ValueError, match="built with storage=False"):
+        testing.check_tokens(kv.init(config(), storage=False), {})
+    with pytest.raises(TypeError, match="tokens has dtype float32, expected integers"):
+        testing.write_tokens(filled()[0], np.ones((4, 5), np.float32), None)
 
 
 @pytest.mark.slow

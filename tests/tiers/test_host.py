@@ -407,6 +407,16 @@ def test_broken_invariants_are_found(user):
     assert "the same serial number" in said(serial=jnp.full_like(tier.serial, 3))
     spaces = dataclasses.replace(index, namespace=index.namespace + jnp.uint32(1))
     assert "follows one of another namespace" in said(**in_control(prefix_index=spaces))
+    for tokens in (index.block_tokens.at[:, 1].add(1), index.block_tokens[:, ::-1]):
+        others = dataclasses.replace(index, block_tokens=tokens)
+        assert "has another hash than its tokens" in said(**in_control(prefix_index=others))
+    buckets = index.buckets.at[0, 0].set(tier.nowhere + 1)
+    stray = f"the host's index holds {tier.nowhere + 1}, which is neither a block nor nowhere"
+    assert said(**in_control(prefix_index=dataclasses.replace(index, buckets=buckets))).startswith(stray)
+    assert "list of sources holds -2, which" in said(sources=(tier.sources[0].at[0].set(-2),))
+    assert "list of awaited blocks holds -2, which" in said(awaits=(tier.awaits[0].at[0].set(-2),))
+    queue = dataclasses.replace(pool, cached=dataclasses.replace(pool.cached, queue=pool.cached.queue - 9))
+    assert "the queue holds -" in said(**in_control(block_pools=(queue,)))
 
 
 def test_a_config_with_a_host_is_exported():
