@@ -70,9 +70,9 @@ def write_tokens(cache: Cache, tokens: jax.Array, step: Step) -> Cache:
       TypeError: `tokens` are no integers.
       ValueError: they have another shape, or the cache was built with `storage=False`.
     """
-    tokens = integers("tokens", tokens)
+    numbers = integers("tokens", tokens)
     for layer in cache.config.own_layers:
-        codes = _layer_codes(cache.config.layers[layer], tokens, layer)
+        codes = _layer_codes(cache.config.layers[layer], numbers, layer)
         cache = write(cache, layer, codes["k"], codes.get("v"), step)
     return cache
 
