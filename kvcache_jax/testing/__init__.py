@@ -39,7 +39,7 @@ def token_codes(tokens: Any, layer: int, num_heads: int, head_dim: int, is_value
     """Computes numbers that tell a token, its layer and its head, exact in every storage dtype.
 
     Args:
-      tokens: int[...], ids below 2**14; numpy or jax.
+      tokens: int[...], ids below 2**14, or in float32 any of 32 bits; numpy or jax.
       layer: Model layer.
       num_heads: Heads to make codes for.
       head_dim: Width; the code repeats every five places.
@@ -150,7 +150,7 @@ def _texts_of_rows(
     for row, text in expected.items():
         row = static_count("row", row, 0, cache.max_seqs - 1, "max_seqs - 1")
         tokens = [
-            None if token is None else static_count("token", token, 0, 2**14 - 1, "2**14 - 1")
+            None if token is None else static_count("token", token, -(2**31), 2**31 - 1, "2**31 - 1")
             for token in as_list("tokens", text, "token ids")
         ]
         if len(tokens) != lengths[row]:

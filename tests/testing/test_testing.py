@@ -262,7 +262,7 @@ def test_the_token_test_notices_rows_of_other_lengths():
         ({0.0: [7]}, "TypeError: row is 0.0, expected an integer"),
         ({0: 7}, "TypeError: tokens is 7, expected a list of token ids"),
         ({0: [7.0]}, "TypeError: token is 7.0, expected an integer"),
-        ({0: [2**14]}, "ValueError: token is 16384, expected 0 <= token"),
+        ({0: [2**31]}, "ValueError: token is 2147483648, expected -2147483648 <= token"),
     ],
 )
 def test_what_the_token_test_cannot_compare_is_refused(texts, message):
