@@ -133,14 +133,14 @@ class CompletionOptions(Options):
         return [self.prompt] if is_one else self.prompt  # type: ignore
 
 
-class Part(pydantic.BaseModel, extra="forbid", strict=True):
+class Part(pydantic.BaseModel, extra="forbid"):
     """A part of a message."""
 
     type: Literal["text"]
     text: str
 
 
-class Message(pydantic.BaseModel, extra="allow", strict=True):
+class Message(pydantic.BaseModel, extra="allow"):
     """A message of a chat; the template sees all that it has."""
 
     role: str

@@ -143,7 +143,7 @@ def check_tokens(cache: Cache, expected: Mapping[int, Sequence[int | None]]) -> 
 def _texts_of_rows(
     cache: Cache, expected: Mapping[int, Sequence[int | None]]
 ) -> tuple[dict[int, list[int | None]], list[str]]:
-    """Checks what is expected; returns the tokens where rows have some, and names rows of other lengths."""
+    """Checks `expected`; returns its tokens as far as rows reach, and names rows of other lengths."""
     if not isinstance(expected, Mapping):
         raise TypeError(f"expected is {expected!r}, expected a dict: row -> tokens")
     texts, found, lengths = {}, [], np.asarray(cache.context_len).tolist()

@@ -39,8 +39,9 @@ def read_rope_part(
 ) -> Rope:
     """Reads the rotations that `part` of the entries describes; `theta` unless it has its own.
 
-    Families whose heads are rotated in part give a `share` for where nothing is said. The original context of
-    the whole goes before that of a scaling, but not where layers have sets of their own: there it is None.
+    Families whose heads are rotated in part give a `share` for where nothing is said. `original` is the
+    context length that the whole config names: it replaces the scaling's own. None where each kind of layer
+    has rotations of its own.
     """
     if "share" in options:
         share = values.get("partial_rotary_factor", NUMBER, options["share"])

@@ -11,8 +11,8 @@ limits are for these.
 
 `waits` are those of a program as XLA runs it by default, which records all but loops as CUDA graphs. `driven`
 are the loops and branches, rare ones included, that the host drives where graphs take loops in too, with
-`XLA_FLAGS=--xla_gpu_enable_command_buffer=+WHILE`. Seconds are those of the CPU that compiles,
-without `--markdown` in haste (`h200.start_compiler`). Needs the CUDA plugin's wheels, see `make .venv-aot`.
+`XLA_FLAGS=--xla_gpu_enable_command_buffer=+WHILE`. Seconds are of the CPU; without `--markdown` it
+compiles in haste (`h200.start_compiler`). Needs the CUDA plugin's wheels, see `make .venv-aot`.
 Exit status 1 if a step is beyond its limits or does not compile.
 """
 

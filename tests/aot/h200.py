@@ -46,8 +46,8 @@ def start_compiler(*flags: str, in_haste: bool = True) -> None:
 
     Args:
       flags: Of XLA.
-      in_haste: Whether XLA's own kernels may be slow. It decides on fusions, buffers, copies and launches
-        before; Mosaic compiles its kernels by itself.
+      in_haste: Whether XLA may generate slow code, in less time. Fusions, buffers, copies and launches are
+        decided before; kernels of Mosaic are compiled apart, and are the same.
     """
     jax.config.update("jax_platforms", "cpu")
     # Read when the CUDA plugin starts. There is no GPU to tune on.

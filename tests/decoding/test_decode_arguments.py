@@ -260,10 +260,8 @@ def host_loops(forward):
 
 def test_arrays_of_two_devices_are_refused():
     """Of a model, of a cache from a call elsewhere, and of a draft model; the cache stays whole."""
-    devices, pattern = (
-        jax.devices()[:2],
-        "{} has arrays committed to .*0 and {} to .*1, expected all on the same",
-    )
+    devices = jax.devices()[:2]
+    pattern = "{} has arrays committed to .*0 and {} to .*1, expected all on the same"
     apart = {name: jax.device_put(x, devices[i % 2]) for i, (name, x) in enumerate(PARAMS.items())}
     here, cache = jax.device_put(PARAMS, devices[0]), jax.device_put(kv.init(config()), devices[1])
     drafts = kv.decoding.Drafts(1, kv.Draft(forward, jax.device_put(PARAMS, devices[1]), config()))

@@ -50,7 +50,8 @@ def emulated(lands_late: bool, target: Target, kernels: list[Kernel]) -> Iterato
     Args:
       lands_late: See `Launch`.
       target: The GPU.
-      kernels: As a call before this one, on the same shapes, compiled them in order; takes what it compiles.
+      kernels: What an earlier call with the same shapes compiled, in order; empty for the first call, which
+        adds its own.
     """
     known = iter(tuple(kernels))
     device = h200.abstract_device(target)
