@@ -84,7 +84,12 @@ def test_only_stacked_layers_are_a_loop(layers, monkeypatch):
 
 def test_what_is_wrong_is_printed_for_all_steps_at_once(monkeypatch, capsys):
     broken = dataclasses.replace(COST, num_driven=2)
-    monkeypatch.setattr(decode_steps, "costs", lambda *_: iter([broken, ValueError("no such chip")]))
+
+    def costs(_, in_haste):
+        assert not in_haste, "docs show the seconds that users wait"
+        return iter([broken, ValueError("no such chip")])
+
+    monkeypatch.setattr(decode_steps, "costs", costs)
     monkeypatch.setattr(decode_steps, "STEPS", [step for step in STEPS if step.layers == SINGLE][:2])
     assert decode_steps.main(["--markdown"]) == 1
     head, _, heading, rule, first, second, _, end = capsys.readouterr().out.splitlines()

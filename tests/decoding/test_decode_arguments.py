@@ -10,8 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import SingleDeviceSharding
 
 import kvcache_jax as kv
+from kvcache_jax.decoding.arguments import committed_shardings
 from kvcache_jax.decoding.host import row_list
 from tests.support.tiny_model import PREFILL_LEN, config, forward, make_params
 
@@ -276,6 +278,8 @@ def test_arrays_of_two_devices_are_refused():
     with pytest.raises(ValueError, match=pattern.format("params", "draft")):
         kv.generate(forward, here, [[1]], config(), drafts=drafts, **options)
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(cache))
+    # Arrays that no caller has put anywhere go where the others are.
+    assert {*committed_shardings(params=PARAMS, cache=cache)} == {SingleDeviceSharding(devices[1])}
 
 
 def test_a_loop_of_the_host_is_not_traced():

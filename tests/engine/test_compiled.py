@@ -78,9 +78,8 @@ def test_a_number_of_a_weak_type_is_exchanged_for_one():
 def test_parameters_on_two_devices_are_refused():
     params = make_params()
     apart = {name: jax.device_put(x, DEVICES[i]) for i, (name, x) in enumerate(params.items())}
-    with pytest.raises(
-        ValueError, match="committed to .*0 and others to .*1, expected all on the same: jax.dev"
-    ):
+    fix = r"expected all on the same: jax.device_put\(params, device\), or Engine\(placement=\)"
+    with pytest.raises(ValueError, match="committed to .*0 and others to .*1, " + fix):
         kv.Engine(forward, apart, config(num_blocks=11), **SIZES)
 
 

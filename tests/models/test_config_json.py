@@ -112,6 +112,9 @@ def test_the_original_length_of_the_whole_goes_before_that_of_the_scaling(copy_c
     folder = copy_checkpoint("llama")
     edit_json(folder, rope_scaling=LLAMA3, rope_parameters=None, original_max_position_embeddings=32)
     assert checkpoint.load_config(folder).rope.scaling.original_max_seq_len == 32
+    folder = copy_checkpoint("deepseek_v2")
+    edit_json(folder, original_max_position_embeddings=32)
+    assert checkpoint.load_config(folder).rope.scaling.original_max_seq_len == 32
     folder = copy_checkpoint("olmo3")  # a set for each kind of layer: the whole's is not read
     edit_json(folder, original_max_position_embeddings=32)
     assert checkpoint.load_config(folder).rope.scaling.original_max_seq_len == 64

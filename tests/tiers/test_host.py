@@ -410,13 +410,38 @@ def test_broken_invariants_are_found(user):
     for tokens in (index.block_tokens.at[:, 1].add(1), index.block_tokens[:, ::-1]):
         others = dataclasses.replace(index, block_tokens=tokens)
         assert "has another hash than its tokens" in said(**in_control(prefix_index=others))
-    buckets = index.buckets.at[0, 0].set(tier.nowhere + 1)
-    stray = f"the host's index holds {tier.nowhere + 1}, which is neither a block nor nowhere"
-    assert said(**in_control(prefix_index=dataclasses.replace(index, buckets=buckets))).startswith(stray)
-    assert "list of sources holds -2, which" in said(sources=(tier.sources[0].at[0].set(-2),))
-    assert "list of awaited blocks holds -2, which" in said(awaits=(tier.awaits[0].at[0].set(-2),))
-    queue = dataclasses.replace(pool, cached=dataclasses.replace(pool.cached, queue=pool.cached.queue - 9))
-    assert "the queue holds -" in said(**in_control(block_pools=(queue,)))
+    is_root = pool.cached.is_published[: tier.num_blocks] & (index.parent[: tier.num_blocks] == 0)
+    [root, *_] = np.flatnonzero(is_root)
+    device = cache.control.prefix_index
+    [twin, *_] = np.flatnonzero(np.asarray(device.parent) == len(device.parent))
+    tokens = index.block_tokens.at[root].set(device.block_tokens[twin])
+    others = dataclasses.replace(index, block_tokens=tokens)
+    assert f"block {root} has the contents of the device's block" in said(**in_control(prefix_index=others))
+
+
+def test_ids_of_the_host_that_are_none_are_found():
+    layers = [kv.FullAttention(1, 4), kv.SlidingWindow(1, 4, window=4)]
+    sizes = dict(num_blocks=4, block_size=4, max_seqs=2, max_seq_len=16, enable_prefix_caching=True)
+    cache = kv.init(kv.CacheConfig(layers, **sizes, extras=[kv.tiers.Host(num_blocks=8)]), storage=False)
+    tier = cache.control.extras["host"]
+    lists = {"the host's index": tier.index.buckets}
+    for g, pool in enumerate(tier.control.block_pools):
+        lists[f"host, group {g}: the block table"] = pool.block_table
+        lists[f"host, group {g}: the queue"] = pool.cached.queue
+        lists[f"host, group {g}: the list of sources"] = tier.sources[g]
+        lists[f"host, group {g}: the list of awaited blocks"] = tier.awaits[g]
+    lists["host, group 1: the list of linked blocks"] = tier.index.group_links[1].block_ids
+    lists["host, group 1: the list of indexed blocks"] = tier.index.group_links[1].indexed_ids
+
+    def found(ids, stray):
+        changed = jax.tree.map(lambda x: x.at[(0,) * x.ndim].set(stray) if x is ids else x, tier)
+        control = dataclasses.replace(cache.control, extras={"host": changed})
+        return kv.check_invariants(dataclasses.replace(cache, control=control))
+
+    for name, ids in lists.items():
+        for stray in (-2, 99):
+            said = found(ids, stray)
+            assert len(said) == 1 and said[0].startswith(f"{name} holds {stray}, which is neither a block")
 
 
 def test_a_config_with_a_host_is_exported():
