@@ -162,7 +162,8 @@ class Answer(Response):
             async for piece in self._pieces():
                 pieces[piece.index].append(piece)
         except Stopped as error:
-            await _error(Refused(str(error), 500))(scope, receive, send)
+            status = 503 if self._service.thread.end else 500
+            await _error(Refused(str(error), status))(scope, receive, send)
             return
         await JSONResponse(self._form.answer(pieces, self._usage))(scope, receive, send)
 

@@ -1,5 +1,6 @@
 """Checks of numbers and lists that are known before anything is traced. Imports nothing of the package."""
 
+import contextlib
 import math
 import operator
 from typing import Any
@@ -28,10 +29,14 @@ def static_count(name: str, value: Any, least: int = 1, most: int | None = None,
 
 
 def finite_number(name: str, value: Any) -> float:
-    """Converts `value` to a Python float that is finite, also in float32."""
-    is_real = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+    """Converts `value`, also an array of one number, to a Python float that is finite, also in float32."""
+    found = value
+    if getattr(value, "shape", None) == ():
+        with contextlib.suppress(TypeError):  # of tracers and keys
+            found = np.asarray(value).item()
+    is_real = isinstance(found, int | float | np.floating) and not isinstance(found, bool)
     try:
-        number = float(value) if is_real else math.nan
+        number = float(found) if is_real else math.nan
     except OverflowError:  # of an int
         number = math.inf
     if not abs(number) <= float(np.finfo(np.float32).max):

@@ -143,11 +143,13 @@ class Rollout(BaseRollout):
         """Samples an answer to each prompt; equal prompts are one request with several samples.
 
         Raises:
-          ValueError: a prompt and its answer are longer than a row, or need more blocks than there are; an
-            option of `rollout_config` that is out of range.
+          ValueError: no prompt; a prompt and its answer are longer than a row, or need more blocks than there
+            are; an option of `rollout_config` that is out of range.
           FloatingPointError: logits are no numbers.
         """
         ids = [self._encode(prompt) for prompt in prompts]
+        if not ids:
+            raise ValueError("prompts is empty, expected at least one prompt")
         places: dict[tuple[int, ...], list[int]] = {}
         for i, prompt in enumerate(ids):
             places.setdefault(prompt, []).append(i)
@@ -169,7 +171,7 @@ class Rollout(BaseRollout):
         for number, (prompt, samples) in enumerate(places.items()):
             drawn = SamplingParams(
                 temperature=0.0 if is_greedy else 1.0,
-                top_p=rollout_config.top_p or 1.0,
+                top_p=1.0 if rollout_config.top_p is None else rollout_config.top_p,
                 top_k=max(rollout_config.top_k or 0, 0),
                 seed=int(np.random.SeedSequence([base, first + number]).generate_state(1)[0]),
             )

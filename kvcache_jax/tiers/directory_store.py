@@ -159,7 +159,7 @@ class DirectoryStore:
 
     def _read(self, file: pathlib.Path) -> Data | None:
         try:
-            with open(file, "rb") as opened:
+            with open(file, "rb", opener=_open_at_once) as opened:
                 with contextlib.suppress(OSError):  # where others' files may be read alone
                     os.utime(opened.fileno())  # the time of its use, which mounts may not note
                 return memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
@@ -197,6 +197,11 @@ class DirectoryStore:
                         used_at = status.st_mtime_ns if status.st_mtime < latest else 0
                         found.append((used_at, status.st_size, entry.path))
         return found
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Opens a file without waiting for a writer, which a pipe in a value's place may never have."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def _each[Item](act: Callable[[Item], None], items: Iterable[Item]) -> list[OSError]:

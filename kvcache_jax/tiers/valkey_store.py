@@ -41,6 +41,8 @@ class ValkeyStore:
         self.url, self.prefix, self.timeout = url, prefix, positive_seconds("timeout", timeout)
         limits = {"socket_timeout": timeout, "socket_connect_timeout": timeout}
         self._client: Any = valkey.Valkey.from_url(url, **limits)
+        if self._client.get_connection_kwargs().get("decode_responses"):
+            raise ValueError(f"url is {url!r}, expected one without decode_responses: values are bytes")
 
     def contains(self, keys: Sequence[str]) -> list[bool]:
         """Tests which keys have a value."""

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import kvcache_jax as kv
+from kvcache_jax.arrays.number_checks import finite_number
 from kvcache_jax.tiers.stored_block import config_digest
 from tests.core.public_calls import CACHED, CACHED_CALLS, NEW, PLAIN, PLAIN_CALLS, SIZES, TOKENS
 
@@ -90,3 +91,19 @@ def test_what_is_no_value_is_refused_in_a_sentence(name):
         tried = [refused(call, [*caches, *args[:i], bad, *args[i + 1 :]], options) for i in range(len(args))]
         tried += [refused(call, [*caches, *args], options | {option: bad}) for option in options]
         assert all(tried) if bad is BAD["an object"] else any(tried)
+
+
+def test_a_number_may_be_an_array_of_any_library():
+    def found(value):
+        try:
+            return finite_number("x", value)
+        except ValueError as refused:
+            return str(refused)
+
+    halves = [0.5, np.float32(0.5), np.array(0.5), jnp.float32(0.5), jnp.bfloat16(0.5)]
+    assert [found(value) for value in halves] == [0.5] * 5
+    others = [jnp.array(True), jnp.zeros(1), np.array("a"), np.array(np.nan), jnp.complex64(1)]
+    others += [*BAD.values(), jax.ShapeDtypeStruct((), jnp.float32)]
+    assert all(f"{found(value)}".endswith(", expected a finite number") for value in others)
+    jax.jit(lambda x: others.append(found(x)))(0.5)
+    assert others[-1].endswith(", expected a finite number")

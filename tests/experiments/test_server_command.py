@@ -319,6 +319,16 @@ def test_when_the_server_ends_clients_hear_of_it_at_once_and_their_requests_end(
     run(serve())
 
 
+def test_when_the_server_ends_an_answer_that_is_no_stream_says_that_it_is_not_there(scripted):
+    engine, thread = scripted
+    service = app.Service("tiny", thread, QuietTokenizer(ByteTokenizer()), 8, 1, 8)
+    ends = threading.Thread(target=lambda: engine.drains.wait(60) and thread.stop())
+    ends.start()
+    status, answer = asgi.ask(app.make_app(service), "/v1/completions", {"model": "tiny", "prompt": "a"})
+    assert (status, answer["error"]["message"]) == (503, "the server ends")
+    ends.join()
+
+
 def test_an_engine_that_cannot_be_reset_is_reset_again(scripted):
     engine, thread = scripted
     failed, fail = kv.engine.EngineFailed, engine.fail

@@ -113,10 +113,10 @@ def forward(params, tokens, cache, step):
     return model.embed.attend(x + out.reshape(x.shape)), cache
 
 
-def check_refused(rollout: Rollout, prompt: str, config: RolloutConfig, said: str) -> None:
-    """Checks that a prompt without room, or a wrong option, is refused in a sentence."""
+def check_refused(rollout: Rollout, prompts: list[str], config: RolloutConfig, said: str) -> None:
+    """Checks that prompts without room, or a wrong option, are refused in a sentence."""
     try:
-        rollout.generate([prompt], config)
+        rollout.generate(prompts, config)
     except ValueError as refused:
         assert said in str(refused), refused
     else:
@@ -142,18 +142,20 @@ def check_own_forward() -> None:
     assert answers[0] == answers[1] and len({*answers[0]}) > 1
     other = rollout.generate(["abc"] * 4, dataclasses.replace(drawn, seed=None)).text
     assert other != answers[0] != rollout.generate(["abc"] * 4, dataclasses.replace(drawn, seed=None)).text
-    check_refused(rollout, "a" * 60, greedy, "expected at most max_seq_len + 1 = 65")
+    check_refused(rollout, ["a" * 60], greedy, "expected at most max_seq_len + 1 = 65")
     for wrong, said in (
         ({"temperature": float("nan")}, "temperature is nan, expected a finite number"),
         ({"temperature": -1.0}, "temperature is -1.0, expected 0"),
         ({"top_p": 2.0}, "top_p is 2.0, expected above 0"),
+        ({"top_p": 0.0}, "top_p is 0.0, expected above 0"),
         ({"max_tokens_to_generate": 0}, "max_new_tokens is 0, expected at least 1"),
     ):
-        check_refused(rollout, "abc", dataclasses.replace(greedy, **wrong), said)
+        check_refused(rollout, ["abc"], dataclasses.replace(greedy, **wrong), said)
+    check_refused(rollout, [], greedy, "prompts is empty, expected at least one prompt")
     assert rollout.generate(texts, greedy).text == output.text  # as if nothing had been refused
     small = dataclasses.replace(sizes, num_blocks=1, block_size=16)
     rollout = Rollout(model, tokenizer, None, greedy, forward=forward, cache_config=small)
-    check_refused(rollout, "a" * 20, greedy, "a prompt of 21 tokens and its answer need more blocks")
+    check_refused(rollout, ["a" * 20], greedy, "a prompt of 21 tokens and its answer need more blocks")
     for wrong, named in (
         ({"forward": forward}, "expected both, or neither"),
         (

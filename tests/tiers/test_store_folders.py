@@ -35,6 +35,12 @@ def put_loop(folder):
     return place(folder, KEYS[0])
 
 
+def put_pipe(folder):
+    """To which nothing is ever written."""
+    os.mkfifo(place(folder, KEYS[0]))
+    return place(folder, KEYS[0])
+
+
 def put_notes(folder):
     (folder / "notes").mkdir()
     file = folder / "notes" / KEYS[0]
@@ -49,7 +55,7 @@ def put_note(folder):
 
 
 @pytest.mark.parametrize("is_old", [True, False])
-@pytest.mark.parametrize("put", [put_folder, put_loop, put_notes, put_note])
+@pytest.mark.parametrize("put", [put_folder, put_loop, put_pipe, put_notes, put_note])
 def test_what_is_no_value_is_left_alone_and_costs_no_value(tmp_path, put, is_old):
     """It is neither what was used longest ago, nor does it take room."""
     store = kv.tiers.DirectoryStore(tmp_path, max_bytes=LIMIT)

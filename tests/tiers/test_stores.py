@@ -228,6 +228,8 @@ def test_an_address_that_is_none_is_refused():
     for name, options in (("url", dict(url=5)), ("prefix", dict(url="unix:///nowhere", prefix=b"a"))):
         with pytest.raises(TypeError, match=f"{name} is .*, expected a string"):
             kv.tiers.ValkeyStore(**options)
+    with pytest.raises(ValueError, match="url is .*, expected one without decode_responses"):
+        kv.tiers.ValkeyStore("unix:///nowhere?decode_responses=true")
 
 
 def test_a_directory_of_others_is_read(tmp_path, monkeypatch):
