@@ -27,7 +27,8 @@ class TensorStore:
     With a limit, values go to the newer of two halves. When that is full, the older one is removed as a
     whole, with its files, and a new one begins. A value that is read in the older half is written to the
     newer one, so that what goes was not read for half of the limit; to be asked for by `contains` is no use.
-    Without a limit the same place is another store.
+    Without a limit the same place is another store, and a database keeps the room of what was replaced or
+    removed.
 
     Attributes:
       spec: The store as TensorStore describes it. A path means `ocdbt` there, which keeps many values in
