@@ -15,6 +15,9 @@ thing is left: a row of that one shape must not depend on its place in it, nor o
 * Attention goes through tiles of one length from each row's first block on. A tile after a row's last one,
   which only longer rows need, changes nothing: it adds 0 and scales by exp(0) = 1.
 
+Where layers have states, a step has one part of prompts at most: it keeps no state for a second part to go on
+from.
+
 Tests hold this for XLA's programs on CPUs; other backends, and models that mix rows, promise nothing.
 
 References:
@@ -39,13 +42,6 @@ from kvcache_jax.engine.schedule import is_unusual, schedule
 from kvcache_jax.engine.state import EngineState
 from kvcache_jax.engine.step import Model, draw_next, make_room, reserve_next, reserve_prompts
 
-_MULTIPLE = 16
-
-
-def body_len(max_seqs: int, options: Options) -> int:
-    """Counts the tokens of a body: all rows' next tokens, rounded up."""
-    return ceil_div(max_seqs * options.width, _MULTIPLE) * _MULTIPLE
-
 
 class PromptTokens(NamedTuple):
     """The prompt tokens of a step."""
@@ -64,7 +60,7 @@ class Next(NamedTuple):
 
 def take_invariant_step(model: Model, params: Any, state: EngineState, options: Options) -> EngineState:
     """Makes one step: every running row computes its next token, or a part of its prompt."""
-    length = body_len(state.cache.max_seqs, options)
+    length = options.body_len(state.cache.max_seqs)
     is_rare = is_unusual(state)
 
     def plan_prompts(state: EngineState) -> tuple[EngineState, PromptTokens]:
@@ -124,10 +120,9 @@ def _by_token(cache: Cache, tokens: jax.Array, step: Step, num_rows: int) -> tup
 
 
 def _part_of(prompts: PromptTokens, first: jax.Array, length: int) -> tuple[jax.Array, Step]:
-    """Cuts out `length` tokens, from `first` i32[] on; the first of them follows none of its call."""
+    """Cuts out `length` tokens, from `first` i32[] on."""
     rows = prompts.tokens, prompts.step
-    tokens, step = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, length), rows)
-    return tokens, dataclasses.replace(step, follows=step.follows.at[0].set(False))
+    return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, length), rows)
 
 
 def _zeros_like(shapes: Any) -> Any:

@@ -169,6 +169,10 @@ class Options:
         """Tokens of a row in the part of a step that all rows take part in."""
         return 1 + self.num_drafts
 
+    def body_len(self, max_seqs: int) -> int:
+        """Counts the tokens of each call of a batch-invariant step: all rows' next tokens, rounded up."""
+        return ceil_div(max_seqs * self.width, _BODY_MULTIPLE) * _BODY_MULTIPLE
+
     def most_entries(self, max_seqs: int) -> int:
         """Counts the entries that a step may add to the outbox."""
         return max_seqs * self.width + (self.num_pieces * self.piece_len if self.prompt_logprobs else 0)
@@ -179,6 +183,8 @@ class Options:
         return [ceil_div(int(self.schedule.watermark * pool.num_blocks * 1000), 1000) for pool in pools]
 
 
+_BODY_MULTIPLE = 16
+"""See `invariant.py`."""
 _LEAST_PROMPT_TOKENS = 256
 """Of a step, by default; with more rows as many as there are, for rows that end make room."""
 _LEAST_PIECES = 4
@@ -254,6 +260,9 @@ def with_budget(options: Options, config: CacheConfig, token_budget: int | None)
             f"{config.max_seqs} rows of {options.width}: raise it, or lower max_seqs"
         )
     piece_len = 1
+    if options.batch_invariant and config.has_states:
+        # A step keeps the states at its end alone, and a second call on prompts would begin before it.
+        num_prompt = min(num_prompt, options.body_len(config.max_seqs))
     if not options.batch_invariant:
         num_pieces = max(_LEAST_PIECES, num_prompt // _PIECE_LEN)
         piece_len = config.piece_len(ceil_div(num_prompt, num_pieces))

@@ -193,6 +193,8 @@ class RequestTable:
             first = first or sample
             if request.stop_strings is not None:
                 sample.text = StopText(request.stop_strings)
+            if request.prompt_logprobs and sample.parent is None and len(request.prompt) == 1:
+                sample.prompt_logprobs = np.zeros(0, np.float32)  # the device reports none
             self._by_slot[slot] = sample
             self._namespaces[slot] = self._namespace_of(request)
             self._by_id.setdefault(request_id, []).append(sample)

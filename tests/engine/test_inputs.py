@@ -132,7 +132,8 @@ def check_prompt_logprobs(engine):
                 found[event.id, event.sample_id] = event.prompt_logprobs
         for request in batch:
             if request.prompt_logprobs:
-                logprobs = found.pop((request.id, 0), [])
+                logprobs = found.pop((request.id, 0), None)
+                assert logprobs is not None, request
                 expected = []
                 for n in range(1, len(request.prompt)):
                     logits = _next_token(

@@ -119,7 +119,7 @@ def test_scores_are_those_of_whole_texts(prompts):
     [
         (1, dict()),
         (1, dict(num_drafts=3)),
-        (3, dict(batch_invariant=True, num_drafts=3)),
+        (3, dict(batch_invariant=True, num_drafts=3, token_budget=60)),  # more of prompts than of rows
     ],
     ids=["plain", "drafts", "all kinds"],
 )
@@ -127,7 +127,7 @@ def test_the_engine_draws_the_tokens_of_whole_texts(prompts, num_kinds, options)
     config = kv.CacheConfig(
         [FULL, *KINDS[:num_kinds]], **(SIZES | {"num_blocks": 22}), enable_prefix_caching=True
     )
-    engine = kv.Engine(forward, (), config, **options, steps_per_dispatch=4, token_budget=24)
+    engine = kv.Engine(forward, (), config, **dict(token_budget=24) | options, steps_per_dispatch=4)
     for nth in range(2):
         requests = [kv.GenerationRequest(prompt, 13, id=(nth, i)) for i, prompt in enumerate(prompts)]
         said = collections.defaultdict(list)
