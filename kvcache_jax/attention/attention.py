@@ -218,8 +218,8 @@ def _read(
     num_queries: int,
 ) -> tuple[KVPool, jax.Array, jax.Array]:
     """Attends to one layer, by its index in the group; returns the pool, `out` and lse f32, both like `q`."""
-    shape, kind = q.shape, call.group.kind
-    q = kind.queries(q)
+    shape = q.shape
+    q = storage.queries_of(call.group, q)
     grouped = q.reshape(-1, num_queries, call.num_kv_heads, shape[-2] // call.num_kv_heads, shape[-1])
     if sink_logits is not None:
         sink_logits = sink_logits.astype(jnp.float32).reshape(grouped.shape[2:4])
@@ -229,5 +229,5 @@ def _read(
     if jax.tree.leaves(varied)[0] is not jax.tree.leaves(pool)[0]:
         # A pool that all devices share stays shared where their queries differ.
         read, out, lse = lax.optimization_barrier((pool, out, lse))
-    out = kind.outputs(out.reshape(*shape[:-1], out.shape[-1]))
+    out = storage.outputs_of(call.group, out.reshape(*shape[:-1], out.shape[-1]))
     return read, out.astype(q.dtype), lse.reshape(shape[:-1])

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvcache_jax.arrays.masked_updates import first_true, get_at, quotient, rank_true, set_at
+from kvcache_jax.arrays.same_form import form_of
 from kvcache_jax.arrays.sharding import axis_of_types, axis_to_map, num_local
 from kvcache_jax.attention.recurrent_plan import plan_recurrence
 from kvcache_jax.core.backends import MAX_DECODE_QUERIES, Backend, target_device
@@ -80,7 +81,11 @@ def plan_attention(
         if backend.plan and backend.attend(width):
             local_pool = _local_shapes(pool, group, config.head_axis)
             work = backend.plan(plan, local_pool, block_pool.block_table, group, num_queries=width)
-            plan = dataclasses.replace(plan, work=tuple(work))
+            if not isinstance(work, tuple):
+                raise TypeError(
+                    f"plan of the backend {backend.name!r} returned {form_of(work)}, expected a tuple"
+                )
+            plan = dataclasses.replace(plan, work=work)
         elif backend.attend(width) is None and _may_share(plan, group, config, width):
             shared = find_shared(plan, block_pool.block_table, group, width)
             plan = dataclasses.replace(plan, shared=shared)

@@ -16,7 +16,7 @@ from kvcache_jax.arrays.number_checks import static_count
 from kvcache_jax.arrays.sharding import as_varied
 from kvcache_jax.attention.tiles import MASKED, by_head, by_query, scaled_logits, tiles
 from kvcache_jax.blocks.split_blocks import require_whole
-from kvcache_jax.blocks.storage import keys_values_of, keys_values_shapes
+from kvcache_jax.blocks.storage import keys_values_of, keys_values_shapes, queries_of
 from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import Layer
 from kvcache_jax.core.cache_checks import takes_one
@@ -146,7 +146,7 @@ def _scores(
 ) -> jax.Array:
     """Computes the weights f32[n, num_q_heads, w, tokens of the table]."""
     shape = q.shape
-    q = group.kind.queries(q)
+    q = queries_of(group, q)
     num_rows = plan.table_row.shape[0]
     q = q.reshape(num_rows, -1, num_kv_heads, shape[-2] // num_kv_heads, shape[-1])
     pool, q, weights, block_table, plan = as_varied((pool, q, weights, block_table, plan))

@@ -72,7 +72,7 @@ def _gather(
     read = storage.keys_values_of(group, tile, None)
     k, v = read.in_float32()
     k, v = k[:, 0].astype(read.k.dtype), v[:, 0].astype(read.v.dtype)
-    v = group.kind.outputs(jnp.moveaxis(v, 0, 1)).astype(read.v.dtype)
+    v = storage.outputs_of(group, jnp.moveaxis(v, 0, 1)).astype(read.v.dtype)
     is_token = jnp.repeat(ids < block_pool.num_blocks, group.block_size)
     places = jnp.arange(is_token.shape[0], dtype=jnp.int32)
     is_token &= places < length

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvcache_jax.arrays.masked_updates import common_bound, get_at, quotient, read_first, remainder, set_at
+from kvcache_jax.arrays.same_form import form_of
 from kvcache_jax.attention.recurrent_plan import note_call, parts_of
 from kvcache_jax.blocks import storage
 from kvcache_jax.core import arguments
@@ -129,12 +130,37 @@ def _kind_of(groups: tuple[LayerGroup, ...]) -> Recurrent:
     return part.recurrent
 
 
-def _cast(group: LayerGroup, values: Arrays) -> dict[str, jax.Array]:
-    """Checks that a kind returned its arrays, and casts them as they are stored."""
-    arrays = dict(group.arrays)
+def _cast(group: LayerGroup, values: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, jax.Array]:
+    """Checks that a kind returned its arrays, of one row, and casts them as they are stored."""
+    arrays, label = dict(group.arrays), group.kind.label
+    if not isinstance(values, Mapping):
+        raise TypeError(f"{label} are {form_of(values)}, expected arrays by the names {sorted(arrays)}")
     if {*values} != {*arrays}:
-        raise ValueError(f"{group.kind.label} are {sorted(values)}, expected {sorted(arrays)}")
+        raise ValueError(f"{label} are {sorted(values)}, expected {sorted(arrays)}")
+    for name, shape in shapes.items():
+        if getattr(values[name], "shape", None) != shape:
+            raise ValueError(f"{label} have {form_of(values[name])} as {name!r}, expected {list(shape)}")
     return {name: values[name].astype(array.dtype) for name, array in arrays.items()}
+
+
+def _advanced(groups: tuple[LayerGroup, ...], *inputs: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Advances one row, and checks what its kind returned; `inputs` as `Recurrent.advance` has them."""
+    kind, (_, held, _, new, _) = _kind_of(groups), inputs
+    found, num_tokens = kind.advance(*inputs), next(iter(new.values())).shape[0]
+    if not isinstance(found, tuple) or len(found) != 2 or getattr(found[0], "shape", ())[:1] != (num_tokens,):
+        got = [*map(form_of, found)] if isinstance(found, tuple) else form_of(found)
+        raise TypeError(
+            f"{kind.label}.advance() returned {got}, expected outputs [{num_tokens}, ...] and entries by name"
+        )
+    return found[0], _cast(
+        groups[0], found[1], {name: (num_tokens, *x.shape[1:]) for name, x in held.items()}
+    )
+
+
+def _folded(groups: tuple[LayerGroup, ...], point: Arrays, entries: Arrays) -> dict[str, jax.Array]:
+    """Folds one row's full block into its point, and checks what the kind returned."""
+    shapes = {name: x.shape for name, x in point.items()}
+    return _cast(groups[1], _kind_of(groups).fold(point, entries), shapes)
 
 
 def _points(
@@ -168,13 +194,12 @@ def _advance_rows(
     plan: RecurrentPlan,
 ) -> tuple[tuple[KVPool, ...], jax.Array, dict[str, jax.Array]]:
     """Advances all rows at once; returns the pools, to be written then, outputs and entries `[n, T, ...]`."""
-    kind = _kind_of(groups)
     point = {} if plan.point_ids is None else _points(pools, groups[1], layer, plan.point_ids)
     held = _held(pools[0], groups[0], layer, plan)
-    advance = jax.vmap(kind.advance, in_axes=(0, 0, 0, 0, None))
+    advance = jax.vmap(functools.partial(_advanced, groups), in_axes=(0, 0, 0, 0, None))
     # Fenced here, and not where the pools are read: a kind's products are fused with these gathers.
     (out, entries), pools = read_first(advance(point, held, plan.count, new, weights), pools)
-    return pools, out, _cast(groups[0], entries)
+    return pools, out, entries
 
 
 def _fold_full(
@@ -184,7 +209,7 @@ def _fold_full(
 
     Most rows of a step fill none: folded in each layer, masked, they would take longer than all the rest.
     """
-    kind, (entry_pool, point_pool) = _kind_of(groups), pools
+    entry_pool, point_pool = pools
     assert plan.is_full is not None
     places = plan.point_ids, plan.full_ids, plan.new_point_ids
     order = jnp.argsort(~plan.is_full, stable=True)
@@ -197,7 +222,7 @@ def _fold_full(
         point = {name: get_at(x, at, 0) for name, x in pool.arrays.items()}
         at = storage.rows_of_all_layers(entry_pool, groups[0], full_id)
         entries = {name: get_at(x, at, 0) for name, x in entry_pool.arrays.items()}
-        folded = _cast(groups[1], jax.vmap(kind.fold)(point, entries))
+        folded = jax.vmap(functools.partial(_folded, groups))(point, entries)
         folded, pool = read_first(folded, pool)
         at = storage.rows_of_all_layers(pool, groups[1], new_point_id)
         return KVPool(arrays={name: set_at(x, at, folded[name]) for name, x in pool.arrays.items()})
@@ -217,7 +242,7 @@ def _scan_trips(
 
     Returns the pools, the entries' one to be written after this, and outputs and entries `[trips, W, ...]`.
     """
-    kind, has_points = _kind_of(groups), plan.point_ids is not None
+    has_points = plan.point_ids is not None
     held = _held(pools[0], groups[0], layer, plan)
     held, pools = read_first(held, pools)
 
@@ -229,12 +254,11 @@ def _scan_trips(
             start = _points((pools[0], pool), groups[1], layer, plan.point_ids)
             start, pool = read_first(start, pool)
             point = _choose(plan.goes_on, point, start)
-        out, added = kind.advance(point, held, plan.count, new, weights)
-        added = _cast(groups[0], added)
+        out, added = _advanced(groups, point, held, plan.count, new, weights)
         if not has_points:
             return (point, _last(held, added, num), pool), (out, added)
         entries = {name: _placed(held[name], added[name], plan.count, num) for name in held}
-        folded = _cast(groups[1], kind.fold(point, entries))
+        folded = _folded(groups, point, entries)
         point = _choose(plan.is_full, folded, point)
         entries = _choose(plan.is_full, jax.tree.map(jnp.zeros_like, entries), entries)
         rows = storage.block_rows(

@@ -10,6 +10,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from kvcache_jax.arrays.derivatives import reverse_mode_only
+from kvcache_jax.arrays.same_form import same_form
 from kvcache_jax.arrays.sharding import axis_of_types, axis_to_map, over_heads
 from kvcache_jax.attention import split_context, xla
 from kvcache_jax.blocks import storage
@@ -83,9 +84,14 @@ def _forward(call, pool, q, weights, sink_logits, block_table, plan, layer):
 
     # Each device reshapes on its own: a reshape of q would need its sharding where mesh axes are explicit.
     def local(q, pool, block_table, plan, layer, sink_logits):
-        return backend_attend(
+        found = backend_attend(
             q, pool, block_table, plan, call.group, layer=layer, sink_logits=sink_logits, **options
         )
+        # Its out may be f32 too.
+        dtype = getattr(found[0], "dtype", None) if isinstance(found, tuple) and found else None
+        out = jax.ShapeDtypeStruct(q.shape, jnp.float32 if dtype == jnp.float32 else q.dtype)
+        lse = jax.ShapeDtypeStruct(q.shape[:-1], jnp.float32)
+        return same_form(f"attention of the backend {backend.name!r}", found, (out, lse))
 
     def by_backend(pool, q, weights, sink_logits, block_table, plan, layer):
         positions = call.group.head_positions

@@ -16,6 +16,7 @@ from jax import lax
 
 from kvcache_jax.arrays.derivatives import no_derivative, reverse_mode_only
 from kvcache_jax.arrays.masked_updates import common_bound, get_at, quotient, remainder, run_if
+from kvcache_jax.arrays.same_form import form_of, same_form
 from kvcache_jax.arrays.sharding import (
     as_varied,
     axis_of_types,
@@ -75,9 +76,11 @@ def _stored(group: LayerGroup, pool: KVPool, new: Mapping[str, jax.Array]) -> di
     """Encodes new tokens `[n, ...]`, and checks the shapes and dtypes that the kind made."""
     encoded, stored = group.kind.encode(**new), {}
     num_tokens = next(iter(new.values())).shape[0]
-    if {*encoded} != {name for name, _ in group.arrays}:
+    is_mapping = isinstance(encoded, Mapping)
+    if not is_mapping or {*encoded} != {name for name, _ in group.arrays}:
+        got = sorted(encoded) if is_mapping else form_of(encoded)
         raise ValueError(
-            f"{group.kind.label}.encode() returned {sorted(encoded)}, expected its arrays "
+            f"{group.kind.label}.encode() returned {got}, expected its arrays "
             f"{[name for name, _ in group.arrays]}"
         )
     for name, array in group.arrays:
@@ -106,7 +109,8 @@ def _store(
     if write := backend.write:
 
         def local(pool, new, slots, layer):
-            return write(pool, new, slots, group, layer=layer)
+            found = write(pool, new, slots, group, layer=layer)
+            return same_form(f"write of the backend {backend.name!r}", found, pool)
 
         heads = KVPool(arrays=group.head_positions)
         new_heads = {
@@ -261,7 +265,8 @@ def _copy(
     if copy := backend.copy_blocks:
 
         def local(pool, src, dst, num_copies):
-            return copy(pool, src, dst, num_copies, group)
+            found = copy(pool, src, dst, num_copies, group)
+            return same_form(f"copy_blocks of the backend {backend.name!r}", found, pool)
 
         heads, axis = KVPool(arrays=group.head_positions), _axis_to_map(group, pool, head_axis)
         return over_heads(local, axis, (heads, None, None, None), heads)(pool, src, dst, num_copies)
@@ -401,7 +406,43 @@ def keys_values_shapes(pool: KVPool, group: LayerGroup, weights: Any) -> KeysVal
 
 
 def _keys_values(group: LayerGroup, tile: Mapping[str, jax.Array], weights: Any) -> KeysValues:
-    return KeysValues(*group.kind.keys_values(tile, weights))  # type: ignore  # the first fields, or all
+    found = group.kind.keys_values(tile, weights)
+    num_tokens = next(iter(tile.values())).shape[1]
+    if not _are_keys_values(found, num_tokens):
+        raise TypeError(
+            f"{group.kind.label}.keys_values() returned {_forms(found)}, expected a tuple: k and v [heads, "
+            f"{num_tokens}, width] of one floating dtype; scales, offsets [heads, {num_tokens}] or None"
+        )
+    return KeysValues(*found)  # type: ignore  # the first fields, or all
+
+
+def _are_keys_values(found: Any, num_tokens: int) -> bool:
+    if not isinstance(found, tuple) or not 2 <= len(found) <= len(KeysValues._fields):
+        return False
+    (k, v), of_tokens = found[:2], found[2:]
+    if any(getattr(x, "ndim", 0) != 3 for x in (k, v)) or k.dtype != v.dtype:
+        return False
+    shape = k.shape[0], num_tokens
+    fits = k.shape[:2] == v.shape[:2] == shape and jnp.issubdtype(k.dtype, jnp.floating)
+    return fits and all(x is None or getattr(x, "shape", None) == shape for x in of_tokens)
+
+
+def _forms(found: Any) -> Any:
+    return [form_of(x) for x in found] if isinstance(found, tuple) else form_of(found)
+
+
+def queries_of(group: LayerGroup, q: jax.Array) -> jax.Array:
+    """Computes what is multiplied with keys from queries, by the kind."""
+    return same_form(f"{group.kind.label}.queries()", group.kind.queries(q), q)
+
+
+def outputs_of(group: LayerGroup, out: jax.Array) -> jax.Array:
+    """Computes the results of sums of values `[..., heads, width]`, by the kind."""
+    found = group.kind.outputs(out)
+    if getattr(found, "ndim", 0) != out.ndim or found.shape[:-1] != out.shape[:-1]:
+        shape = [*out.shape[:-1], "width"]
+        raise TypeError(f"{group.kind.label}.outputs() returned {form_of(found)}, expected {shape}")
+    return found
 
 
 def with_pool(cache: Cache, group_id: int, pool: KVPool) -> Cache:

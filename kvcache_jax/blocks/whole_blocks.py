@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from kvcache_jax.arrays.derivatives import reverse_mode_only
 from kvcache_jax.arrays.masked_updates import get_at
+from kvcache_jax.arrays.same_form import same_form
 from kvcache_jax.arrays.sharding import axis_of_types, axis_to_map, over_heads
 from kvcache_jax.blocks.storage import rows_of_all_layers
 from kvcache_jax.core.backends import Backend
@@ -26,12 +27,16 @@ def read_blocks(config: CacheConfig, group: LayerGroup, pool: KVPool, block_ids:
     """Reads blocks i32[...]; zeros for ids that are no blocks."""
     by_xla, backend = functools.partial(_read_by_xla, group), _backend_of(config, group, pool)
     read = backend and backend.read_blocks
-    if read is None:
+    if backend is None or read is None:
         return by_xla(pool, block_ids)
 
     def by_backend(pool: KVPool, block_ids: jax.Array) -> Arrays:
         def local(pool: KVPool, ids: jax.Array) -> Arrays:
-            return read(pool, ids, group)
+            num_rows = (*ids.shape, group.num_layers)
+            like = {
+                n: jax.ShapeDtypeStruct((*num_rows, *x.shape[1:]), x.dtype) for n, x in pool.arrays.items()
+            }
+            return same_form(f"read_blocks of the backend {backend.name!r}", read(pool, ids, group), like)
 
         mapped = over_heads(local, *_heads(config, group, pool, is_read=True))
         arrays = mapped(pool, block_ids.reshape(-1))
@@ -47,12 +52,13 @@ def write_blocks(
     arrays = _split_as(pool, arrays)
     by_xla, backend = functools.partial(_write_by_xla, group), _backend_of(config, group, pool)
     write = backend and backend.write_blocks
-    if write is None:
+    if backend is None or write is None:
         return by_xla((pool, arrays), block_ids)
 
     def by_backend(operands: tuple[KVPool, Arrays], block_ids: jax.Array) -> KVPool:
         def local(pool: KVPool, arrays: Arrays, ids: jax.Array) -> KVPool:
-            return write(pool, arrays, ids, group)
+            found = write(pool, arrays, ids, group)
+            return same_form(f"write_blocks of the backend {backend.name!r}", found, pool)
 
         pool, arrays = operands
         flat = {name: x.reshape(-1, *x.shape[block_ids.ndim :]) for name, x in arrays.items()}

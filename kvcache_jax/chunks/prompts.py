@@ -257,7 +257,7 @@ def _rewrite_donated(
     """Computes tokens i32[1, T] of a row again; returns the status, i32[1]."""
     cache, step = rewrite(cache, rows, indices)
     result = forward(params, tokens, cache, step)
-    width_of(result, *tokens.shape)
+    width_of(result, cache, *tokens.shape)
     return result[1], step.status
 
 

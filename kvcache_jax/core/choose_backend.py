@@ -81,7 +81,12 @@ def _proven(config: CacheConfig) -> list[Backend]:
 
 
 def _why_not(backend: Backend, pool: KVPool, group: LayerGroup, group_size: int) -> str | None:
-    return backend.supports(pool, group, group_size, target_device())
+    reason = backend.supports(pool, group, group_size, target_device())
+    if reason is not None and not isinstance(reason, str):
+        raise TypeError(
+            f"supports of the backend {backend.name!r} returned {reason!r}, expected None or a str"
+        )
+    return reason
 
 
 def load(config: CacheConfig) -> None:

@@ -29,6 +29,7 @@ from kvcache_jax.layers.block_array import check_arrays
 from kvcache_jax.layers.layer_group import LayerGroup
 from kvcache_jax.layers.layer_kind import (
     LayerKind,
+    check_kind,
     check_positive,
     check_positive_or_none,
     kind_from_json,
@@ -142,10 +143,7 @@ class CacheConfig:
         if not self.layers:
             raise ValueError("layers is empty, expected one entry per model layer")
         for i, kind in enumerate(self.layers):
-            if not isinstance(kind, LayerKind):
-                raise TypeError(
-                    f"layers[{i}] is {kind!r}, expected a layer kind such as FullAttention or SlidingWindow"
-                )
+            check_kind(f"layers[{i}]", kind)
         check_positive(self, "block_size", "max_seqs", "max_seq_len")
         for name in ("enable_prefix_caching", "partial_hits"):
             object.__setattr__(self, name, static_flag(name, getattr(self, name)))

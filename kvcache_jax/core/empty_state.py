@@ -45,7 +45,6 @@ def empty_control(
         return numpy.full(shape, fill, jnp.int32)
 
     max_seqs = config.max_seqs
-    extras = {extra.name: extra.empty(config, numpy) for extra in config.extras}
     return Control(
         is_active=numpy.zeros(max_seqs, bool),
         context_len=ints(max_seqs),
@@ -73,7 +72,7 @@ def empty_control(
             )
             for g, group in enumerate(groups)
         ),
-        extras={name: values for name, values in extras.items() if values is not None},
+        extras=config.hooks.empty(config, numpy),
     )
 
 

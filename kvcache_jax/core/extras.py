@@ -20,7 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from kvcache_jax.layers.layer_kind import kind_name
+from kvcache_jax.arrays.same_form import form_of, same_form
+from kvcache_jax.layers.layer_kind import kind_name, require_hashable
 
 TICKS_PER_SECOND = 16
 """Of the time that `Extra.tick` tells."""
@@ -68,8 +69,8 @@ _extras: dict[str, type["Extra"]] = {}
 class Extra:
     """A feature that keeps something in a cache. A subclass is a frozen dataclass of the feature's options.
 
-    Every hook gets the control state and returns a new one; `rows` i32[n] differ, and `max_seqs` is skipped.
-    The default of each does nothing.
+    Every hook gets the control state and returns a new one of the same shapes and dtypes; `rows` i32[n]
+    differ, and `max_seqs` is skipped. The default of each does nothing.
     """
 
     name: ClassVar[str]
@@ -279,90 +280,110 @@ class Keeper:
 class Hooks(tuple[Extra, ...]):
     """The extras of a config, asked one after the other, with the methods of `Extra`."""
 
+    def _after(self, hook: str, control: Any, *arguments: Any) -> Any:
+        """Asks the hook of each for a control state, which must have the form of the one before."""
+        for extra in self:
+            found = getattr(extra, hook)(control, *arguments)
+            control = same_form(_hook(hook, extra), found, control)
+        return control
+
+    def empty(self, config: Any, numpy: Any) -> dict[str, Any]:
+        """Builds the features' arrays of an empty cache, by their names."""
+        made = {extra.name: extra.empty(config, numpy) for extra in self}
+        for extra in self:
+            for leaf in jax.tree.leaves(made[extra.name]):
+                if not hasattr(leaf, "dtype"):
+                    raise TypeError(
+                        f"{_hook('empty', extra)} returned {form_of(leaf)}, expected arrays of `numpy`"
+                    )
+        return {name: arrays for name, arrays in made.items() if arrays is not None}
+
     def inherit(self, control: Any, rows: jax.Array, parent_ids: jax.Array) -> Any:
         """Gives `rows` the features' arrays of their parents."""
-        for extra in self:
-            control = extra.inherit(control, rows, parent_ids)
-        return control
+        return self._after("inherit", control, rows, parent_ids)
 
     def tick(self, control: Any, now: jax.Array) -> Any:
         """Tells the features the time."""
-        for extra in self:
-            control = extra.tick(control, now)
-        return control
+        return self._after("tick", control, now)
 
     def begin(self, control: Any, rows: jax.Array, turn: Turn) -> Any:
         """Tells the features what the requests of `rows` say."""
-        for extra in self:
-            control = extra.begin(control, rows, turn)
-        return control
+        return self._after("begin", control, rows, turn)
 
     def note_published(self, control: Any, block_ids: jax.Array) -> Any:
         """Tells the features of blocks that were just published."""
-        for extra in self:
-            control = extra.note_published(control, block_ids)
-        return control
+        return self._after("note_published", control, block_ids)
 
     def explain_evicted(self, control: Any, block_id: int) -> str:
         """States what the features knew of a block that was evicted."""
-        return "".join(extra.explain_evicted(control, block_id) for extra in self)
+        said = ((extra, extra.explain_evicted(control, block_id)) for extra in self)
+        return "".join(_typed("explain_evicted", extra, sentence, str) for extra, sentence in said)
 
     def forget(self, control: Any, rows: jax.Array) -> Any:
         """Forgets `rows`."""
-        for extra in self:
-            control = extra.forget(control, rows)
-        return control
+        return self._after("forget", control, rows)
 
     def truncate(self, control: Any, rows: jax.Array, new_len: jax.Array) -> Any:
         """Prepares `rows` for their end at `new_len`."""
-        for extra in self:
-            control = extra.truncate(control, rows, new_len)
-        return control
+        return self._after("truncate", control, rows, new_len)
 
     def move(self, control: Any, rows: jax.Array, prefix_len: jax.Array) -> Any:
         """Records that the tokens of `rows` after the first `prefix_len` moved."""
-        for extra in self:
-            control = extra.move(control, rows, prefix_len)
-        return control
+        return self._after("move", control, rows, prefix_len)
 
     def prefix_len(self, control: Any, seq_ids: jax.Array, length: jax.Array) -> jax.Array:
         """Counts the first tokens of rows that are as computed in their text."""
         for extra in self:
-            length = extra.prefix_len(control, seq_ids, length)
+            found = extra.prefix_len(control, seq_ids, length)
+            length = same_form(_hook("prefix_len", extra), found, length)
         return length
 
     def is_fixed(self, control: Any, seq_ids: jax.Array, places: jax.Array) -> jax.Array:
         """Masks the places of rows that must not be written again."""
         fixed = jnp.zeros_like(places, bool)
         for extra in self:
-            fixed |= extra.is_fixed(control, seq_ids, places)
+            found = extra.is_fixed(control, seq_ids, places)
+            fixed |= same_form(_hook("is_fixed", extra), found, fixed)
         return fixed
 
     def forget_namespace(self, control: Any, namespace: jax.Array) -> Any:
         """Forgets contents that belong to a namespace and to no row."""
-        for extra in self:
-            control = extra.forget_namespace(control, namespace)
-        return control
+        return self._after("forget_namespace", control, namespace)
 
     def give_up(self, cache: Any, kept: Sequence[int]) -> tuple[Any, bool]:
         """Gives up the least valuable that the first extra holds which has something."""
         is_less = False
         for extra in self:
             if not is_less:
-                cache, is_less = extra.give_up(cache, kept)
+                cache, is_less = _typed("give_up", extra, extra.give_up(cache, kept), tuple)
         return cache, is_less
+
+    def violations(self, cache: Any) -> list[str]:
+        """Finds the features' violations."""
+        return [each for extra in self for each in _typed("violations", extra, extra.violations(cache), list)]
 
     def held_blocks(self, control: Any, group_id: int) -> Iterator[HeldBlocks]:
         """Yields the blocks that each extra holds in a layer group."""
         for extra in self:
             if (held := extra.held_blocks(control, group_id)) is not None:
-                yield held
+                yield _typed("held_blocks", extra, held, HeldBlocks)
 
     def blocks_of_rows(self, control: Any, group_id: int) -> jax.Array:
         """Lists the blocks of each row, i32[max_seqs, any]: its table, and blocks that extras hold for it."""
         tables = [control.block_pools[group_id].block_table]
         tables += [held.block_ids for held in self.held_blocks(control, group_id) if held.is_of_rows]
         return jnp.concatenate(tables, axis=1)
+
+
+def _hook(name: str, extra: Extra) -> str:
+    return f"{name} of the extra {extra.name!r}"
+
+
+def _typed[T](hook: str, extra: Extra, found: Any, expected: type[T]) -> T:
+    """Returns what a hook returned, or refuses another type."""
+    if not isinstance(found, expected):
+        raise TypeError(f"{_hook(hook, extra)} returned {form_of(found)}, expected a {expected.__name__}")
+    return found
 
 
 def check_extras(extras: Any) -> Hooks:
@@ -372,6 +393,11 @@ def check_extras(extras: Any) -> Hooks:
     for i, extra in enumerate(extras):
         if not isinstance(extra, Extra):
             raise TypeError(f"extras[{i}] is {extra!r}, expected an extra: {', '.join(_extras)}")
+        if not isinstance(getattr(extra, "name", None), str):
+            raise TypeError(
+                f"extras[{i}] is a {type(extra).__name__} without a name, expected a str, its class's `name`"
+            )
+        require_hashable(f"extras[{i}]", extra)
     names = [extra.name for extra in extras]
     for name in names:
         if names.count(name) > 1:

@@ -9,6 +9,7 @@ from jax.typing import ArrayLike
 
 from kvcache_jax.arrays.masked_updates import add_at, get_at, set_at
 from kvcache_jax.arrays.pytree import Static, pytree_dataclass
+from kvcache_jax.arrays.same_form import same_form
 from kvcache_jax.core.cache_form import summary
 from kvcache_jax.core.config import CacheConfig, config_from_json, config_to_json
 from kvcache_jax.core.holes import Holes
@@ -468,7 +469,8 @@ class BlockCopies(NamedTuple):
 
 def row_len(control: Control, kind: LayerKind) -> jax.Array:
     """Returns the tokens that each row holds in layers of `kind`, i32[max_seqs]."""
-    return kind.row_len(control.context_len, control.source_len)
+    length = kind.row_len(control.context_len, control.source_len)
+    return same_form(f"{kind.label}.row_len()", length, control.context_len)
 
 
 def mark_used(control: Control, rows: jax.Array, **fields: ArrayLike) -> Control:

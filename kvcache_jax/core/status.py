@@ -1,6 +1,7 @@
 """Outcomes of an operation per row, the first that applies, and the error that a host makes of them."""
 
 import enum
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +69,11 @@ class StatusError(RuntimeError):
         super().__init__(
             f"{operation} failed for {len(failures)} of {statuses.size} rows ({'; '.join(failures)})"
         )
-        self.statuses = statuses
+        self.statuses, self._operation = statuses, operation
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles what it was made of: a process of a pool hands it over."""
+        return StatusError, (self.statuses, self._operation)
 
 
 @explicit_transfers

@@ -198,7 +198,7 @@ def _feed_pieces(
     # Of the first token's window the others of a call do not see all.
     step = plan_attention(cache, step, within=retention.span)
     result = forward(params, jnp.asarray(pieces.tokens), cache, step)
-    width_of(result, num_pieces, piece_len)
+    width_of(result, cache, num_pieces, piece_len)
     logits, cache = result
     last = jnp.maximum(step.query_len - 1, 0)[:, None, None]
     ends = jnp.take_along_axis(logits, last, axis=1)[:, 0].astype(jnp.float32)

@@ -1,8 +1,10 @@
 """Attachments of an engine: they see the cache, and may change it, while no dispatch is under way."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+from kvcache_jax.arrays.same_form import form_of
 from kvcache_jax.core.attachment import Attachment
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import Cache
@@ -69,7 +71,8 @@ class Attachments:
         for sample in table.asking():
             while sample.num_to_ask:
                 asked = self._attached[-sample.num_to_ask]
-                cache, is_done = asked.find(cache, sample.known, table.namespace_of(sample))
+                found = asked.find(cache, sample.known, table.namespace_of(sample))
+                cache, is_done = _checked(asked, found, cache)
                 if not is_done:
                     break
                 sample.num_to_ask -= 1
@@ -77,4 +80,22 @@ class Attachments:
 
     def metrics(self) -> dict[str, float]:
         """Collects the metrics of all."""
-        return {name: value for each in self._attached for name, value in each.metrics().items()}
+        found = {}
+        for each in self._attached:
+            if not isinstance(of_one := each.metrics(), Mapping):
+                name = f"{type(each).__name__}.metrics()"
+                raise TypeError(f"{name} returned {form_of(of_one)}, expected numbers by their names")
+            found |= of_one
+        return found
+
+
+def _checked(asked: Attachment, found: Any, cache: Cache) -> tuple[Cache, bool]:
+    """Returns what an attachment answered; refuses what is not such a cache and whether it is all."""
+    if isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], type(cache)):
+        if found[0].config == cache.config:
+            return found
+    got = [form_of(x) for x in found] if isinstance(found, tuple) else form_of(found)
+    raise TypeError(
+        f"{type(asked).__name__}.find() returned {got}, expected the cache that it was given, with what it "
+        "has, and True, or False for later"
+    )

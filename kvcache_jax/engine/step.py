@@ -73,7 +73,7 @@ class Model:
             slots = get_at(state.row_request, step.seq_ids, state.requests.num_slots)
             more["inputs"] = inputs_of(state.requests.inputs, slots)
         result = self.forward(params, tokens, cache, step, **more)
-        width_of(result, *(tokens.shape if logits_at is None else (logits_at.size, 1)))
+        width_of(result, cache, *(tokens.shape if logits_at is None else (logits_at.size, 1)))
         return result
 
     def process(self, params: Any, state: EngineState, logits: jax.Array) -> jax.Array:

@@ -87,9 +87,7 @@ def check_invariants(cache: Cache) -> list[str]:
             length = int(lengths[row]) if is_active[row] else None
             found = _check_row(table[row], pool, group, length, hole, waits[row])
             violations += [f"group {g}: row {row} {what}" for what in found]
-    for extra in cache.config.extras:
-        violations += extra.violations(cache)
-    return violations + _check_index(cache)
+    return violations + cache.config.hooks.violations(cache) + _check_index(cache)
 
 
 def _blocks_of_extras(cache: Cache, group_id: int) -> list[np.ndarray]:

@@ -57,8 +57,8 @@ class BlockArray(NamedTuple):
 
 def check_arrays(label: str, arrays: Mapping[str, BlockArray], block_size: int) -> None:
     """Refuses arrays that a pool cannot hold, by the kind's `label`."""
-    if not arrays:
-        raise ValueError(f"{label}.arrays() has no array, expected at least one")
+    if not isinstance(arrays, Mapping) or not arrays:
+        raise ValueError(f"{label}.arrays() returned {arrays!r}, expected at least one array, by its name")
     for name, array in arrays.items():
         where = f"{label}.arrays()[{name!r}]"
         if not isinstance(array, BlockArray):

@@ -203,6 +203,27 @@ class LayerKind:
             raise ValueError(f"weights are given and {self.label} layers take none, expected weights=None")
 
 
+def check_kind(name: str, kind: Any) -> None:
+    """Refuses what is no layer kind, and a kind that is no value or has another span."""
+    if not isinstance(kind, LayerKind):
+        raise TypeError(f"{name} is {kind!r}, expected a layer kind such as FullAttention or SlidingWindow")
+    require_hashable(name, kind)
+    if not isinstance(kind.span, Span):
+        raise TypeError(f"{name}.span is {kind.span!r}, expected a property that is a kvcache_jax.Span")
+    if not isinstance(kind.inputs, Mapping) or not {*kind.inputs} <= {"k", "v"}:
+        raise TypeError(f"{name}.inputs is {kind.inputs!r}, expected a property: shapes by the names k and v")
+
+
+def require_hashable(name: str, value: Any) -> None:
+    """Refuses a part of a config that is no value: programs are found by the config."""
+    try:
+        hash(value)
+    except TypeError as error:
+        raise TypeError(
+            f"{name} is {value!r} ({error}), expected a frozen dataclass of numbers, texts and tuples"
+        ) from None
+
+
 def kind_name(cls: type) -> str:
     """Returns the name by which a kind is exported: a short one for the library's kinds."""
     is_ours = cls.__module__.startswith("kvcache_jax.")

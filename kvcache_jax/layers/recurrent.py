@@ -52,7 +52,7 @@ class Recurrent(LayerKind):
 
     def entry(self, block_size: int, dtype: Any) -> Mapping[str, BlockArray]:
         """Returns the arrays of a block's entries by name, `[block_size, ...]` with `token_axis=0`."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{self.label} has no `entry`, expected a kind's own")
 
     def advance(
         self, point: Arrays, held: Arrays, count: jax.Array, new: Arrays, weights: Any
@@ -70,11 +70,11 @@ class Recurrent(LayerKind):
         Returns:
           The tokens' outputs `[T, ...]`, and their entries `[T, ...]` by the names of `entry`.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{self.label} has no `advance`, expected a kind's own")
 
     def fold(self, point: Arrays, entries: Arrays) -> Arrays:
         """Computes the point at the end of a full block from the one before it and W entries."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{self.label} has no `fold`, expected a kind's own, as it has points")
 
     @property
     def inputs(self) -> Mapping[str, tuple[int, ...]]:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from kvcache_jax.arrays.masked_updates import quotient, remainder
+from kvcache_jax.arrays.number_checks import static_count
 from kvcache_jax.arrays.pytree import FORMAT_VERSION, require_format
 
 
@@ -31,6 +32,11 @@ class Span:
     window: int | None = None
     num_sink_tokens: int = 0
     max_rollback: int = 0
+
+    def __post_init__(self):
+        for name, least in {"window": 1, "num_sink_tokens": 0, "max_rollback": 0}.items():
+            if (value := getattr(self, name)) is not None or name != "window":
+                static_count(name, value, least)
 
     is_read_later = False
     """Whether what a step stores is read by later steps alone, so that it stores no more than they read."""

@@ -135,7 +135,7 @@ class _Runner:
         def step_fn(cache: Cache, tokens: jax.Array, num_new: jax.Array):
             cache, step = extend(cache, num_new, max_new=tokens.shape[1], tokens=tokens)
             result = forward(tokens, cache, step)
-            if (width := width_of(result, *tokens.shape)) != vocab_size:
+            if (width := width_of(result, cache, *tokens.shape)) != vocab_size:
                 raise ValueError(
                     f"forward returned logits of {width} entries, expected vocab_size = {vocab_size}"
                 )

@@ -1,5 +1,7 @@
 """Statuses of rows as errors on the host."""
 
+import pickle
+
 import jax.numpy as jnp
 import pytest
 
@@ -10,6 +12,13 @@ def test_failed_rows_raise():
     kv.raise_for_status([kv.Status.OK, kv.Status.SKIPPED])
     with pytest.raises(kv.StatusError, match=r"extend failed for 2 of 3 rows \(row 0: .*; row 2: TOO_LONG"):
         kv.raise_for_status(jnp.array([kv.Status.OUT_OF_BLOCKS, kv.Status.OK, kv.Status.TOO_LONG]), "extend")
+
+
+def test_the_error_of_a_process_reaches_another():
+    with pytest.raises(kv.StatusError) as raised:
+        kv.raise_for_status([0, 2], "extend")
+    got = pickle.loads(pickle.dumps(raised.value))
+    assert (type(got), str(got), got.statuses.tolist()) == (kv.StatusError, str(raised.value), [0, 2])
 
 
 def test_statuses_of_several_caches_are_told_apart():

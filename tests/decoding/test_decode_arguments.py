@@ -304,8 +304,13 @@ def test_a_loop_of_the_host_is_not_traced():
             r"logits .*\[4, 16\] for tokens int32\[4, \d+\], expected",
         ),
         (lambda logits, cache: (logits.astype(int), cache), r"logits .*, expected floats \[n, T, vocab\]"),
+        (lambda logits, cache: (logits, kv.init(config(num_blocks=7))), "a cache of another config, exp"),
+        (
+            lambda logits, cache: (logits, dataclasses.replace(cache, pools=())),
+            r"nothing as Cache.pools\[0\]",
+        ),
     ],
-    ids=["swapped", "cache", "logits", "nothing", "last logits", "integers"],
+    ids=["swapped", "cache", "logits", "nothing", "last logits", "integers", "other cache", "no pools"],
 )
 def test_what_a_model_returns_is_checked(wrong, message):
     class Model:  # whose code is not made a function anew for each case, which is warned of

@@ -221,3 +221,32 @@ def test_what_cannot_be_attached():
     mesh = jax.make_mesh((1,), ("rows",))
     with pytest.raises(ValueError, match="the engine has a placement, and Attachment sees one cache"):
         engine_of(Attachment(), placement=kv.engine.Placement(mesh, row_axis="rows"))
+
+
+class Answering(Attachment):
+    """Answers with what a function makes of the cache."""
+
+    def __init__(self, answer):
+        self.answer = answer
+
+    def find(self, cache, prompt, namespace=None):
+        return self.answer(cache)
+
+    def metrics(self):
+        return None
+
+
+def test_answers_that_are_no_cache_are_refused():
+    other = kv.init(config(num_blocks=7))
+    answers = {
+        "NoneType": lambda cache: None,
+        "Cache,": lambda cache: cache,
+        "'a Cache', 'a bool'": lambda _: (other, True),
+    }
+    for got, answer in answers.items():
+        engine = engine_of(Answering(answer))
+        engine.push([ask([7, 1], 4, "asks")])
+        with pytest.raises(TypeError, match=rf"Answering.find\(\) returned .*{got}"):
+            list(engine)
+    with pytest.raises(TypeError, match=r"Answering.metrics\(\) returned a NoneType, expected numbers"):
+        engine.metrics()
