@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from kvcache_jax.arrays.same_form import form_of, same_form
-from kvcache_jax.layers.layer_kind import kind_name, require_hashable
+from kvcache_jax.layers.layer_kind import kind_name, require_value
 
 TICKS_PER_SECOND = 16
 """Of the time that `Extra.tick` tells."""
@@ -397,7 +397,7 @@ def check_extras(extras: Any) -> Hooks:
             raise TypeError(
                 f"extras[{i}] is a {type(extra).__name__} without a name, expected a str, its class's `name`"
             )
-        require_hashable(f"extras[{i}]", extra)
+        require_value(f"extras[{i}]", extra)
     names = [extra.name for extra in extras]
     for name in names:
         if names.count(name) > 1:

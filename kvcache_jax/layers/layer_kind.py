@@ -7,6 +7,7 @@ attention reads stored arrays (`keys_values`); also which stored features a posi
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -207,14 +208,14 @@ def check_kind(name: str, kind: Any) -> None:
     """Refuses what is no layer kind, and a kind that is no value or has another span."""
     if not isinstance(kind, LayerKind):
         raise TypeError(f"{name} is {kind!r}, expected a layer kind such as FullAttention or SlidingWindow")
-    require_hashable(name, kind)
+    require_value(name, kind)
     if not isinstance(kind.span, Span):
         raise TypeError(f"{name}.span is {kind.span!r}, expected a property that is a kvcache_jax.Span")
     if not isinstance(kind.inputs, Mapping) or not {*kind.inputs} <= {"k", "v"}:
         raise TypeError(f"{name}.inputs is {kind.inputs!r}, expected a property: shapes by the names k and v")
 
 
-def require_hashable(name: str, value: Any) -> None:
+def require_value(name: str, value: Any) -> None:
     """Refuses a part of a config that is no value: programs are found by the config."""
     try:
         hash(value)
@@ -222,6 +223,17 @@ def require_hashable(name: str, value: Any) -> None:
         raise TypeError(
             f"{name} is {value!r} ({error}), expected a frozen dataclass of numbers, texts and tuples"
         ) from None
+    cls = type(value)
+    if "__eq__" in vars(cls) or cls.__eq__ is object.__eq__:
+        return
+    # The fields of a class above decide then what is equal, and two that differ elsewhere had one program.
+    others = vars(value).keys() - {field.name for field in dataclasses.fields(value)}
+    for other in sorted(others):
+        if not isinstance(getattr(cls, other, None), functools.cached_property):
+            raise TypeError(
+                f"{name} is a {cls.__name__} with {other!r} beside its fields, expected a frozen dataclass "
+                "that has it as a field: decorate the class"
+            )
 
 
 def kind_name(cls: type) -> str:

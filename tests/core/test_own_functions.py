@@ -76,6 +76,22 @@ class Listed(kv.state.Extra):
     values: list = dataclasses.field(default_factory=list)
 
 
+class Undecorated(kv.tiers.Host):
+    """One that has a number beside the fields by which it is compared."""
+
+    def __init__(self, number):
+        super().__init__(8)
+        object.__setattr__(self, "number", number)
+
+
+class Wide(kv.FullAttention):
+    """A kind that is no dataclass of its own."""
+
+    def __init__(self, width):
+        super().__init__(1, 4)
+        object.__setattr__(self, "width", width)
+
+
 def test_own_functions_that_return_what_they_should_are_served():
     extra_with()(), kind_with()(), backend_with()()
     recurrent_with(advance=lambda self, point, held, count, new, weights: (new["x"], {"h": new["x"]}))()
@@ -86,6 +102,14 @@ CASES = {
     "no value": (
         lambda: kv.CacheConfig([kv.FullAttention(1, 4)], extras=[Listed()]),
         "unhashable type: 'list'",
+    ),
+    "a number beside the fields": (
+        lambda: kv.CacheConfig([kv.FullAttention(1, 4)], **SIZES, extras=[Undecorated(1)]),
+        "extras[0] is a Undecorated with 'number' beside its fields, expected a frozen dataclass",
+    ),
+    "a kind with a number beside the fields": (
+        lambda: kv.CacheConfig([Wide(1), Wide(2)], **SIZES),
+        "layers[0] is a Wide with 'width' beside its fields, expected a frozen dataclass",
     ),
     "empty": (
         extra_with(empty=lambda *_: [0.0]),
