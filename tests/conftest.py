@@ -7,11 +7,13 @@ import shutil
 import zlib
 
 # Read when jax is imported or starts its backend, so they stand before the import. Most of the tests' time is
-# spent on compiling, so LLVM is told to hurry; XLA decides on fusions, buffers and copies before that.
+# spent on compiling, so LLVM is told to hurry, and XLA not to verify what each of its passes made of them; it
+# decides on fusions, buffers and copies as for users.
 FLAGS = (
     "--xla_force_host_platform_device_count=8",
     "--xla_backend_optimization_level=0",
     "--xla_llvm_disable_expensive_passes=true",
+    "--xla_disable_hlo_passes=hlo-verifier",
 )
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]).strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")

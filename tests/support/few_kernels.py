@@ -8,8 +8,9 @@ lowers is as it was, and what it looks at in a program is in what `compile_for_u
 """
 
 import functools
+import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -17,9 +18,11 @@ from jax._src import compiler
 from jax._src.interpreters import mlir
 from jax._src.lib.mlir import ir
 
-PREFIX = "outlined_"  # of the functions' names
+from tests.support.scatter_loops import Scatter
 
-# Products and scatters have kernels of their own, and sorts, calls of libraries and callbacks are no kernels.
+PREFIX, LOOP_PREFIX = "outlined_", "scatter_as_loop_"  # of the functions' names
+
+# Products have kernels of their own; sorts, calls of libraries and callbacks are none; scatters become loops.
 KNOWN = frozenset(
     f"stablehlo.{name}"
     for name in """
@@ -71,6 +74,7 @@ class _Program:
 
     def __init__(self, module: ir.Module) -> None:
         self.module = module
+        self._replace_scatters()
         self.functions = {
             op.sym_name.value: op.operation
             for op in module.body.operations
@@ -78,6 +82,26 @@ class _Program:
         }
         self.known_functions: dict[str, bool] = {}
         self.num_outlined = 0
+
+    def _replace_scatters(self) -> None:
+        names: dict[str, str] = {}
+        functions = map(_inner_operations, _inner_operations(self.module.operation))
+        for op in _all_operations(itertools.chain.from_iterable(functions)):
+            scatter = Scatter.read(op) if op.name == "stablehlo.scatter" else None
+            if scatter is None:
+                continue
+            text = scatter.function("NAME")
+            if text not in names:
+                names[text] = f"{LOOP_PREFIX}{len(names)}"
+                loop = ir.Module.parse(text.replace("NAME", names[text]), self.module.context)
+                loop.body.operations[0].operation.clone(ip=ir.InsertionPoint(self.module.body))
+            with self.module.context, ir.Location.unknown():
+                callee = ir.FlatSymbolRefAttr.get(names[text])
+                call = _create(
+                    "func.call", [op.result.type], [*op.operands], ir.InsertionPoint(op), callee=callee
+                )
+            op.result.replace_all_uses_with(call.result)
+            op.erase()
 
     def outline(self) -> None:
         for name, function in self.functions.items():
@@ -115,7 +139,7 @@ class _Program:
     def _outline_run(self, run: list[ir.Operation]) -> None:
         if len(run) < MIN_OPERATIONS and not any(op.name in (*BRANCHES, "func.call") for op in run):
             return
-        members = list(_all_operations(run))
+        members = _all_operations(run)
         inner_values = {value for op in members for value in (*op.results, *_block_arguments(op))}
         inputs: dict[ir.Value, list[tuple[ir.Operation, int]]] = {}
         constants: dict[ir.Value, list[tuple[ir.Operation, int]]] = {}
@@ -212,16 +236,20 @@ def _inner_operations(op: ir.Operation) -> Iterator[ir.Operation]:
                 yield inner.operation
 
 
-def _all_operations(run) -> Iterator[ir.Operation]:
-    for op in run:
-        yield op
-        yield from _all_operations(_inner_operations(op))
+def _all_operations(run: Iterable[ir.Operation]) -> list[ir.Operation]:
+    """Lists `run` and what is in its branches; sums and the like have nothing of what is around them."""
+    found = list(run)
+    for op in found:  # which grows
+        if op.name in BRANCHES:
+            found += _inner_operations(op)
+    return found
 
 
 def _block_arguments(op: ir.Operation) -> Iterator[ir.Value]:
-    for region in op.regions:
-        for block in region.blocks:
-            yield from block.arguments
+    if op.name in BRANCHES:
+        for region in op.regions:
+            for block in region.blocks:
+                yield from block.arguments
 
 
 def _is_constant(value: ir.Value) -> bool:

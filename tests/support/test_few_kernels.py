@@ -1,4 +1,4 @@
-"""Programs that are compiled into few kernels compute what their operations do one by one."""
+"""Programs that are compiled into few kernels compute what users' programs compute."""
 
 import jax
 import jax.numpy as jnp
@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.support import few_kernels
+from tests.support.few_kernels import compile_for_users
 
 
 def _loops(x, y):
@@ -67,3 +68,58 @@ def test_few_kernels_compute_what_the_operations_do(function):
     assert few_kernels.PREFIX in compiled.as_text()
     assert 'inlineable="false",xla_cpu_small_call="true"' in compiled.as_text()
     assert few_kernels.PREFIX not in lowered.as_text()
+
+
+def _scatters(x, places, twice):
+    """Of windows, batches and single numbers; twice at one place; outside in part or as a whole."""
+    dims = jax.lax.ScatterDimensionNumbers((1, 2), (), (0, 1))
+    windows = jnp.arange(24).reshape(4, 2, 3).astype(x.dtype)
+    flags = (x > 7).at[places[:, 0], places[:, 1]]
+    of_rows = jax.vmap(lambda row, at: row.at[at].add(at.astype(x.dtype), mode="drop"))
+    return [
+        [scatter(x, places, windows, dims) for scatter in (jax.lax.scatter, jax.lax.scatter_add)],
+        [scatter(x, places - 2, windows, dims) for scatter in (jax.lax.scatter_max, jax.lax.scatter_mul)],
+        x.at[:, twice].set(windows[:3, 0, :1], mode="drop"),
+        x.at[twice].min(windows[0, :1, :1]),
+        x.at[twice[0], twice[1]].set(3),
+        of_rows(x, places[:3]),
+        jax.vmap(of_rows, (None, 0))(x, jnp.stack([places[:3], places[1:]])),
+        jax.vmap(lambda row, at: row.at[at].set(at.astype(x.dtype)), (1, 1), 1)(
+            x, places[:, [0, 1, 0, 1, 0]]
+        ),
+        [flags.set(True), (x > 7).astype(x.dtype).at[twice].mul(2), flags.max(True), flags.min(False)],
+        x.at[2, 1:4].add(5),
+    ]
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.float32, jnp.bfloat16, jnp.int8])
+def test_a_scatter_is_a_loop_over_its_updates(dtype):
+    x = jnp.arange(15).reshape(3, 5).astype(dtype)
+    places = jnp.array([[0, 0], [1, -1], [2, 3], [1, 0]])
+    twice = jnp.array([1, -1, 4, 1])
+    lowered = jax.jit(_scatters).lower(x, places, twice)
+    for_users = compile_for_users(lowered)
+    compiled = jax.jit(lambda *args: _scatters(*args)).lower(x, places, twice).compile()
+    assert "stablehlo.scatter" in lowered.as_text() and " scatter(" not in compiled.as_text()
+    for got, right in zip(
+        *map(jax.tree.leaves, (compiled(x, places, twice), for_users(x, places, twice))), strict=True
+    ):
+        np.testing.assert_array_equal(got, right)
+
+
+def test_a_scatter_with_a_function_of_its_own_stays_one():
+    """As does one without an update; neither is refused."""
+    x, at = jnp.arange(6.0), jnp.array([1, 1, 4])
+    dims = jax.lax.ScatterDimensionNumbers((), (0,), (0,))
+
+    def program(x, at):
+        applied = jax.lax.scatter_apply(
+            x, at[:, None], lambda number: number * 2 + 1, dims, update_shape=(3,)
+        )
+        return applied, x.at[at[:0]].set(0), (x * 2).at[at].add(1)
+
+    compiled = jax.jit(program).lower(x, at).compile()
+    got = compiled(x, at)
+    np.testing.assert_array_equal(got[0], [0, 7, 2, 3, 9, 5])
+    np.testing.assert_array_equal(got[1], x)
+    np.testing.assert_array_equal(got[2], [0, 4, 4, 6, 9, 10])
