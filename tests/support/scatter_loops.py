@@ -60,10 +60,9 @@ class Scatter:
     def read(cls, op: ir.Operation) -> "Scatter | None":
         """Reads `op`; None where no loop is written for it."""
         block = op.regions[0].blocks[0]
-        first = block.operations[0].operation
-        if len(op.operands) != 3 or first.name not in COMBINED or len(block.operations) > 2:
-            return None
-        if first.name == "stablehlo.return" and first.operands[0] != block.arguments[1]:
+        first, old_and_update = block.operations[0].operation, [*block.arguments]
+        expected = old_and_update[1:] if first.name == "stablehlo.return" else old_and_update
+        if first.name not in COMBINED or len(block.operations) > 2 or [*first.operands] != expected:
             return None
         types = [ir.RankedTensorType(value.type) for value in op.operands]
         axes = hlo.ScatterDimensionNumbers(op.attributes["scatter_dimension_numbers"])
