@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from kvcache_jax.arrays.same_form import form_of, same_form
 from kvcache_jax.arrays.transfers import explicit_transfers
 from kvcache_jax.core.cache_form import are_deleted, is_batched, is_donated, is_traced, missing_values
 from kvcache_jax.core.state import Cache
@@ -23,6 +24,17 @@ def require_cache(caller: str, cache: Any) -> None:
             f"{caller} got a {type(cache.control.is_active).__name__} in the cache, expected arrays: the "
             "cache itself, not what jax.tree.map made of it"
         )
+
+
+def same_cache(what: str, found: Any, like: Cache) -> Cache:
+    """Returns what a caller's own function returned, a cache of the config, shapes and dtypes of `like`."""
+    if not isinstance(found, Cache):
+        raise TypeError(
+            f"{what} returned {form_of(found)}, expected the cache that it got, or one made of it"
+        )
+    if found.config != like.config:
+        raise TypeError(f"{what} returned a cache of another config, expected the one that it got")
+    return same_form(what, found, like)
 
 
 def require_one(caller: str, cache: Cache, advice: str = "call it under jax.vmap, or on one") -> None:
@@ -86,6 +98,11 @@ def takes_one[**P, T](operation: Callable[P, T]) -> Callable[P, T]:
             raise
 
     return checked
+
+
+def one_program[**P, T](operation: Callable[P, T]) -> Callable[P, T]:
+    """Decorates an operation that is one program, and `takes_one`; `jax.jit` alone would hide its types."""
+    return takes_one(jax.jit(operation))
 
 
 def require_prefix_index(operation: str, cache: Cache) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax
 
 
-def donate(fn: Callable) -> Callable:
+def donate[T](fn: Callable[..., T]) -> Callable[..., T]:
     """Jits a step that donates its first argument, the cache: pools are updated in place.
 
     The cache passed in cannot be used afterwards; keep a `fork` of a row to be able to come back to it.

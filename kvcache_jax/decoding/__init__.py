@@ -5,7 +5,7 @@ from kvcache_jax.decoding.forward import PreparedForward, for_logits, prepared
 from kvcache_jax.decoding.generate import GenerateResult
 from kvcache_jax.decoding.host import Generation, Snapshot
 from kvcache_jax.decoding.options import Drafts, SamplingParams, StopStrings, Watch
-from kvcache_jax.decoding.prompts import PromptCall, PromptRows, Retention
+from kvcache_jax.decoding.prompts import PromptCall, PromptRows, PromptSource, Retention
 from kvcache_jax.decoding.score import ScoreResult
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "PromptCall",
     "PreparedForward",
     "PromptRows",
+    "PromptSource",
     "Retention",
     "SamplingParams",
     "ScoreResult",

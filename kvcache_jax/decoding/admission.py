@@ -10,10 +10,11 @@ import numpy as np
 
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import Admission, BlockPool, Cache
-from kvcache_jax.core.status import Status
+from kvcache_jax.core.status import Status, raise_for_status
 from kvcache_jax.decoding.host import Host, WaitingPrompts
 from kvcache_jax.decoding.loop import DecodeState
-from kvcache_jax.decoding.prompts import NOT_LOOKED_UP, PromptRows, Retention
+from kvcache_jax.decoding.own_prompts import CheckedRows, most_held
+from kvcache_jax.decoding.prompts import NOT_LOOKED_UP, Retention
 from kvcache_jax.layers.layer_group import LayerGroup
 from kvcache_jax.layers.span import ceil_div
 from kvcache_jax.operations.allocate import allocate
@@ -24,7 +25,7 @@ def admit(
     state: DecodeState,
     requests: WaitingPrompts,
     host: Host,
-    prompt_rows: PromptRows,
+    prompt_rows: CheckedRows,
     max_new_tokens: int,
     retention: Retention,
     prefill_len: int,
@@ -77,11 +78,10 @@ def admit(
         if cache.config.enable_prefix_caching and _shares_more(cache, tokens, len(prompt), words, others):
             break
         num_held = len(prompt)
-        if (most_held := retention.max_held_len(host.config, prefill_len)) is not None:
-            num_held = min(num_held, most_held)
-        cache, parts = prompt_rows.hold(cache, prompt_id, idle[0])
+        if (held_len := most_held(retention, host.config, prefill_len)) is not None:
+            num_held = min(num_held, held_len)
+        cache, parts = prompt_rows.hold(cache, prompt_id, idle[0], may_wait=bool(host.running))
         if parts is None:
-            assert host.running  # alone it finds room: parts that do not fit were left out
             break
         rows, others_idle = idle[:num_samples], idle[num_samples:]
         prompt_len[rows], max_len[rows] = len(prompt), end
@@ -97,6 +97,9 @@ def admit(
         )
         cache, admission = prompt_rows.with_room(cache, start, kept=parts)
         if admission is None:
+            if not host.running:  # no row will ever end, and give it room
+                _, admission = allocate(cache, [rows[0]], [num_held], tokens=tokens, namespace=words)
+                raise_for_status(admission.status, f"allocating prompt {prompt_id}, alone in the cache,")
             break
         cache, idle = prompt_rows.fill(cache, prompt_id, rows[0], parts), others_idle
         num_cached += int(admission.num_cached[0])
@@ -185,7 +188,7 @@ def num_side_by_side(
     """Counts the samples of one prompt, at least 1, that can all go on to `max_len` in an idle cache."""
     num_fit = min(num_samples, config.max_seqs)
     for group in config.groups:
-        if (held_len := retention.max_held_len(config, 1)) is not None:
+        if (held_len := most_held(retention, config, 1)) is not None:
             num_fit = min(num_fit, group.num_blocks // _most_held(group, max_len, held_len))
             continue
         prompt = ceil_div(prompt_len, group.block_size)
@@ -207,7 +210,7 @@ def rows_fit(cache: Cache, rows: Rows, retention: Retention) -> bool:
         entries = table[table < pool.num_blocks]
         # Blocks that extras hold are no room, also after rows released them.
         is_room = ref_count <= np.bincount(entries, minlength=pool.num_blocks)
-        if (held_len := retention.max_held_len(cache.config, 1)) is not None:
+        if (held_len := most_held(retention, cache.config, 1)) is not None:
             # Rows drop tokens before any of them grows: compare their largest sizes, not the present ones.
             num_needed = sum(_most_held(group, int(rows.max_len[row]), held_len) for row in rows.ids)
         else:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kvcache_jax.arrays.same_form import same_form
+from kvcache_jax.core.cache_checks import same_cache
 from kvcache_jax.core.state import Cache, Step
 from kvcache_jax.decoding.arguments import require_arrays
 
@@ -96,9 +96,7 @@ def width_of(result: Any, cache: Cache, num_rows: int, num_tokens: int) -> int:
     ]
     if not (len(parts) == 2 and is_array[0] and isinstance(parts[1], Cache)):
         raise TypeError(f"forward returned ({', '.join(kinds)}), expected (logits, cache)")
-    if parts[1].config != cache.config:
-        raise TypeError("forward returned a cache of another config, expected the one that it got")
-    same_form("forward", parts[1], cache)
+    same_cache("forward", parts[1], cache)
     logits, shape = parts[0], (num_rows, num_tokens)
     if logits.ndim != 3 or logits.shape[:2] != shape or not jnp.issubdtype(logits.dtype, jnp.floating):
         raise TypeError(

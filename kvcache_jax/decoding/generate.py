@@ -35,6 +35,14 @@ from kvcache_jax.decoding.options import (
     require_option,
     steps_between_check_ins,
 )
+from kvcache_jax.decoding.own_prompts import (
+    CheckedRows,
+    call_len,
+    check_retention,
+    most_held,
+    namespaces_within,
+    text_width,
+)
 from kvcache_jax.decoding.prefill import prefill, vocab_size
 from kvcache_jax.decoding.prompts import KEEP_ALL, PromptCall, PromptSource, Retention
 from kvcache_jax.decoding.sampling import sampling_columns
@@ -150,26 +158,23 @@ def generate(
         namespace,
         sampling.seed,
     )
-    requests.namespaces = prompts.namespaces(requests.namespaces)
+    requests.namespaces = namespaces_within(prompts, requests.namespaces)
     max_new_tokens = static_count("max_new_tokens", max_new_tokens)
     if stop_strings is not None and not stop_strings.texts:
         stop_strings = None
     num_drafts, draft = (drafts.num_drafts, drafts.draft) if drafts else (0, None)
     prefill_len = arguments.usable_prefill_len(prefill_len, config)
-    if not isinstance(retention, Retention):
-        raise TypeError(
-            f"retention is {retention!r}, expected {KEEP_ALL!r} or a feature's, a `Retention` too"
-        )
-    retention.check("generate", config, num_drafts)
-    prefill_len = retention.prefill_len(config, prefill_len)
-    width = retention.max_text_len(config, requests.prompts, max_new_tokens)
-    _check(requests, config, num_drafts, draft, retention.max_held_len(config, prefill_len))
+    check_retention(retention, "generate", config, num_drafts)
+    prefill_len = call_len(retention, config, prefill_len)
+    _check(requests, config, num_drafts, draft, most_held(retention, config, prefill_len))
+    width = text_width(retention, config, requests.prompts, max_new_tokens)
     params = prepared(forward, params)
     if draft is not None:
         draft = dataclasses.replace(draft, params=prepared(draft.forward, draft.params))
     draft_params = draft.params if draft else None
     arguments.committed_shardings(params=params, cache=cache, draft=draft_params)
-    prompt_rows = prompts.rows(
+    prompt_rows = CheckedRows(
+        prompts,
         PromptCall(
             caller="generate",
             forward=forward,
@@ -179,7 +184,7 @@ def generate(
             namespaces=requests.namespaces,
             prefill_len=prefill_len,
             retention=retention,
-        )
+        ),
     )
     check_in_every = steps_between_check_ins(watch, has_stop_strings=stop_strings is not None)
     draft_source = DraftSource(num_drafts, draft.forward if draft else None) if num_drafts else None
@@ -224,14 +229,15 @@ def generate(
         state = host.check_in(state, prompt_rows)
     counts = jax.device_get((state.num_steps, state.num_drafted, state.num_accepted))
     num_steps, num_drafted, num_accepted = map(int, counts)
+    num_reused, num_stored = prompt_rows.counts
     return GenerateResult(
         generations=sorted(host.done, key=lambda g: (g.prompt_id, g.sample_id)),
         cache=state.cache,
         num_steps=num_steps,
-        num_prompt_tokens=num_prompt_tokens + prompt_rows.num_stored_tokens - prompt_rows.num_reused_tokens,
+        num_prompt_tokens=num_prompt_tokens + num_stored - num_reused,
         num_cached_tokens=num_cached_tokens,
-        num_reused_tokens=prompt_rows.num_reused_tokens,
-        num_stored_tokens=prompt_rows.num_stored_tokens,
+        num_reused_tokens=num_reused,
+        num_stored_tokens=num_stored,
         num_drafted=num_drafted,
         num_accepted=num_accepted,
         prefill_seconds=prefilling.seconds,

@@ -20,7 +20,7 @@ from kvcache_jax.core.state import Cache
 from kvcache_jax.decoding.arguments import prompt_seeds, prompt_tokens
 from kvcache_jax.decoding.loop import DecodeState, RowPhase
 from kvcache_jax.decoding.options import StopStrings, Watch
-from kvcache_jax.decoding.prompts import PromptRows
+from kvcache_jax.decoding.own_prompts import CheckedRows
 from kvcache_jax.operations.commit import commit
 from kvcache_jax.operations.free import free
 
@@ -188,7 +188,7 @@ class Host:
         if self.watch.on_check_in:
             self.watch.on_check_in(snapshot)
 
-    def check_in(self, state: DecodeState, prompt_rows: PromptRows) -> DecodeState:
+    def check_in(self, state: DecodeState, prompt_rows: CheckedRows) -> DecodeState:
         """Streams new tokens, collects the rows that ended and frees them."""
         phase, length, prompt_len, history, logprobs = jax.device_get(
             (state.phase, state.length, state.prompt_len, state.history, state.logprobs)
@@ -229,7 +229,7 @@ class Host:
         return None
 
     @explicit_transfers
-    def _end(self, state: DecodeState, ended: dict[int, Generation], prompt_rows: PromptRows) -> DecodeState:
+    def _end(self, state: DecodeState, ended: dict[int, Generation], prompt_rows: CheckedRows) -> DecodeState:
         """Frees the rows that ended, of which the tokens stay cached that the prompts' feature says."""
         if not ended:
             return state

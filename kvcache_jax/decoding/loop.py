@@ -18,6 +18,7 @@ from kvcache_jax.attention.attention_plan import each_alone
 from kvcache_jax.core.state import Cache, Step
 from kvcache_jax.core.status import Status
 from kvcache_jax.decoding.forward import Forward
+from kvcache_jax.decoding.own_prompts import drop_unseen
 from kvcache_jax.decoding.prompts import KEEP_ALL, Retention
 from kvcache_jax.decoding.sampling import SamplingColumns, are_numbers, filtered_logprobs, row_keys, sample
 from kvcache_jax.decoding.speculation import ngram_drafts, verify_drafts
@@ -142,7 +143,7 @@ def _decode_one(forward: Forward, params: Any, state: DecodeState, retention: Re
     cache, is_running = state.cache, state.phase == RowPhase.RUNNING
     num_new = is_running.astype(jnp.int32)
     rows = jnp.arange(cache.max_seqs, dtype=jnp.int32)
-    cache = retention.drop_unseen(cache, jnp.where(is_running, rows, cache.max_seqs))
+    cache = drop_unseen(retention, cache, jnp.where(is_running, rows, cache.max_seqs))
     cache, step = extend(cache, num_new, max_new=1, tokens=tokens)
     logits, cache = forward(params, tokens, cache, step)
     logits = logits[:, 0].astype(jnp.float32)

@@ -20,6 +20,7 @@ from kvcache_jax.attention.attention_plan import plan_attention
 from kvcache_jax.core.state import Cache, Step
 from kvcache_jax.core.status import Status
 from kvcache_jax.decoding.forward import Forward, width_of
+from kvcache_jax.decoding.own_prompts import drop_unseen
 from kvcache_jax.decoding.prompts import KEEP_ALL, Retention
 from kvcache_jax.decoding.sampling import are_numbers
 from kvcache_jax.layers.span import ceil_div
@@ -188,7 +189,7 @@ def _feed_pieces(
     rows = jnp.where(begins, pieces.rows, cache.max_seqs)
     entries = jnp.stack([rows, jnp.full_like(rows, cache.max_seqs)], axis=1).reshape(-1)
     lens = jnp.stack([num_new, piece_len - pieces.num_tokens], axis=1).reshape(-1)
-    cache = retention.drop_unseen(cache, rows)
+    cache = drop_unseen(retention, cache, rows)
     cache, step = extend(
         cache, lens, num_tokens=pieces.tokens.size, seq_ids=entries, tokens=pieces.tokens.reshape(-1)
     )

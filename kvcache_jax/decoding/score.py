@@ -22,6 +22,7 @@ from kvcache_jax.decoding.arguments import (
 )
 from kvcache_jax.decoding.forward import Forward, prepared
 from kvcache_jax.decoding.host import idle_cache
+from kvcache_jax.decoding.own_prompts import CheckedRows, namespaces_within
 from kvcache_jax.decoding.prefill import feed, prefill
 from kvcache_jax.decoding.prompts import KEEP_ALL, NOT_LOOKED_UP, PromptCall, PromptSource
 from kvcache_jax.decoding.sampling import are_numbers
@@ -88,11 +89,12 @@ def score(
         was passed in is lost.
     """
     check_model("score", forward, config, params, cache)
-    words = namespace_words(namespace, 1)
     prompts = context if isinstance(context, PromptSource) else PromptSource([context])
-    if len(prompts.tokens) != 1:
-        raise ValueError(f"context has {len(prompts.tokens)} prompts, expected one")
-    shared = model_tokens("context", prompts.tokens[0], least=1)
+    contexts = as_list("context", prompts.tokens, "one prompt")
+    if len(contexts) != 1:
+        raise ValueError(f"context has {len(contexts)} prompts, expected one")
+    shared = model_tokens("context", contexts[0], least=1)
+    words = namespaces_within(prompts, np.asarray(namespace_words(namespace, 1)))
     continuations = as_list("continuations", continuations, "continuations, each a list of token ids")
     own = [model_tokens(f"continuation {i}", tokens) for i, tokens in enumerate(continuations)]
     if config.max_seqs < 2:
@@ -107,14 +109,15 @@ def score(
     prefill_len = usable_prefill_len(prefill_len, config)
     params = prepared(forward, params)
     committed_shardings(params=params, cache=cache)
-    context_rows = prompts.rows(
+    context_rows = CheckedRows(
+        prompts,
         PromptCall(
             caller="score",
             forward=forward,
             params=params,
             config=config,
             tokens=[shared],
-            namespaces=np.asarray(words),
+            namespaces=words,
             prefill_len=prefill_len,
             retention=KEEP_ALL,
         ),
@@ -141,8 +144,8 @@ def score(
     @explicit_transfers
     def hold_context(cache: Cache) -> tuple[Cache, int, np.ndarray]:
         """Holds the context in row 0; returns also how many tokens were cached, and f32[vocab] scores."""
-        cache, parts = context_rows.hold(cache, 0, 0)
-        assert parts is not None  # all rows are idle: no other row holds blocks
+        cache, parts = context_rows.hold(cache, 0, 0, may_wait=False)
+        assert parts is not None
         cache = context_rows.make_room(
             cache, lambda cache: int(start(cache)[1].status[0]) == Status.OK, parts
         )
@@ -194,7 +197,7 @@ def score(
         return free(cache, ids)[0], status
 
     held, num_cached_tokens, firsts = hold_context(idle_cache("score", cache, config))
-    num_reused_tokens = context_rows.num_reused_tokens  # may be held again, and counts once
+    num_reused_tokens, _ = context_rows.counts  # may be held again, and counts once
     results = [np.full(len(tokens), np.nan, np.float32) for tokens in own]
     is_greedy = [np.zeros(len(tokens), bool) for tokens in own]
     for i, tokens in enumerate(own):
@@ -224,7 +227,7 @@ def score(
         cache=held,
         num_cached_tokens=num_cached_tokens,
         num_reused_tokens=num_reused_tokens,
-        num_stored_tokens=context_rows.num_stored_tokens,
+        num_stored_tokens=context_rows.counts[1],
     )
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import PartitionSpec, Sharding
 
 from kvcache_jax.arrays.transfers import explicit_transfers
-from kvcache_jax.core.cache_checks import require_values
+from kvcache_jax.core.cache_checks import require_values, same_cache
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.init import init, sharding_of
 from kvcache_jax.core.state import Cache
@@ -188,13 +188,7 @@ def _checked(step_fn: Callable) -> Callable:
         result = step_fn(cache, *args)
         if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Cache)):
             raise TypeError(f"step_fn returned a {type(result).__name__}, expected a tuple (cache, result)")
-        if result[0].config != cache.config:
-            raise TypeError("step_fn returned a cache of another config, expected that of its argument")
-        got, expected = (jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in (result[0], cache))
-        if got != expected and jax.tree.leaves(got) != jax.tree.leaves(expected):
-            raise TypeError(
-                "step_fn returned a cache of other shapes or dtypes, expected those of its argument"
-            )
+        same_cache("step_fn", result[0], cache)
         return result
 
     return checked

@@ -12,7 +12,7 @@ from kvcache_jax.arrays.pytree import pytree_dataclass
 from kvcache_jax.blocks import block_pool
 from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import IntRows
-from kvcache_jax.core.cache_checks import takes_one
+from kvcache_jax.core.cache_checks import one_program, takes_one
 from kvcache_jax.core.counter import Counter
 from kvcache_jax.core.state import BlockPool, Cache
 from kvcache_jax.operations.rows import needs_of
@@ -74,8 +74,7 @@ class Stats:
     bytes_total: jax.Array
 
 
-@takes_one
-@jax.jit
+@one_program
 def stats(cache: Cache) -> Stats:
     """Computes the cache's figures as a pytree of scalars; usable inside jit.
 
@@ -120,8 +119,7 @@ def stats(cache: Cache) -> Stats:
     )
 
 
-@takes_one
-@jax.jit
+@one_program
 def utilization(cache: Cache) -> jax.Array:
     """Computes referenced / total blocks of the fullest layer group, f32[]."""
     return functools.reduce(jnp.maximum, map(block_pool.utilization, cache.control.block_pools))

@@ -6,14 +6,13 @@ import jax
 import jax.numpy as jnp
 
 from kvcache_jax.core.arguments import pool_of
-from kvcache_jax.core.cache_checks import takes_one
+from kvcache_jax.core.cache_checks import one_program
 from kvcache_jax.core.state import Cache, KVPool
 from kvcache_jax.layers.block_array import BlockArray
 from kvcache_jax.operations.scrub import num_tokens_held
 
 
-@takes_one
-@jax.jit
+@one_program
 def poison(cache: Cache) -> Cache:
     """Writes NaN into every slot that no row may read: free blocks, reserved ones, unfilled tails.
 
