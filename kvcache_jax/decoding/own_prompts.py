@@ -12,7 +12,7 @@ from kvcache_jax.core.arguments import namespace_words
 from kvcache_jax.core.cache_checks import same_cache
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import Cache
-from kvcache_jax.decoding.prompts import PromptCall, PromptRows, PromptSource, Retention
+from kvcache_jax.decoding.prompts import KEEP_ALL, PromptCall, PromptRows, PromptSource, Retention
 from kvcache_jax.layers.span import Span
 
 
@@ -97,7 +97,11 @@ class CheckedRows:
 
 def check_retention(retention: Retention, caller: str, config: CacheConfig, num_drafts: int) -> None:
     """Refuses a retention that programs cannot go by, or that cannot keep the tokens of such a cache."""
-    name = type(_of_type("retention", retention, Retention, "is")).__name__
+    if not isinstance(retention, Retention):
+        raise TypeError(
+            f"retention is {retention!r}, expected {KEEP_ALL!r} or a feature's, a `Retention` too"
+        )
+    name = type(retention).__name__
     try:
         hash(retention)
     except TypeError as error:

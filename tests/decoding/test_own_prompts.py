@@ -75,7 +75,7 @@ ENDS = {
     ),
 }
 RETENTIONS = {
-    "no retention": (508, "retention is a int, expected a Retention"),
+    "no retention": (508, "retention is 508, expected"),
     "hash": (dict(__hash__=None), "cannot be hashed"),
     "span": (dict(span=4), "Own.span is a int, expected a Span"),
     "prefill": (dict(prefill_len=returned(0)), "Own.prefill_len() is 0, expected 1 <="),
